@@ -1,0 +1,123 @@
+"""Ranks compare what must be equal before data moves, because no backend does it for them.
+
+Unequal sizes make MPI write past buffers and gloo abort; unequal dtypes pass silently as other numbers. So ranks
+exchange a fixed-size digest of their settings: one small collective when something is new, none when it was agreed
+before. Only when digests differ do the settings themselves travel, to tell people which ranks differ in what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexcomm.errors import ConfigMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from flexcomm.transport import Transport
+
+__all__ = ["Agreement"]
+
+DIGEST_BYTES = 32
+REPORT_BYTES = 1 << 20
+"""What a rank tells of its settings at most, so that no rank allocates what another one asks for."""
+VALUE_CHARACTERS = 200
+ABSENT = "(not set)"
+
+Settings = dict[str, str]
+
+
+class Agreement:
+    """What the ranks of ``transport`` have agreed on so far."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._agreed: set[bytes] = set()
+
+    def check(self, fields: Mapping[str, object]) -> None:
+        """Return when ``fields`` are equal on every rank; raise ``ConfigMismatchError`` on every rank otherwise.
+
+        Values are compared by their ``str``. Every rank must call it at the same point.
+        """
+        settings = {name: str(value) for name, value in fields.items()}
+        digest = digest_of(settings)
+        if digest in self._agreed:
+            return
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        if bool((self._transport.all_gather(mine).wait() == mine).all()):
+            self._agreed.add(digest)
+            return
+        raise ConfigMismatchError(describe(self._everybodys(settings)))
+
+    def _everybodys(self, settings: Settings) -> list[Settings]:
+        """The settings of every rank, shortened; all ranks come here together, because all saw the same digests."""
+        report = torch.zeros(REPORT_BYTES, dtype=torch.uint8)
+        text = bytearray(encode_report(settings))
+        report[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+        return [decode_report(row) for row in self._transport.all_gather(report).wait()]
+
+
+def digest_of(settings: Settings) -> bytes:
+    canonical = json.dumps(settings, sort_keys=True).encode()
+    return hashlib.blake2b(canonical, digest_size=DIGEST_BYTES).digest()
+
+
+def encode_report(settings: Settings) -> bytes:
+    """``settings`` as JSON of at most ``REPORT_BYTES``: long values cut and marked with their digest."""
+    shortened = {name: shorten(value) for name, value in settings.items()}
+    text = json.dumps(shortened).encode()
+    while len(text) > REPORT_BYTES:
+        shortened = dict(list(shortened.items())[: len(shortened) // 2])
+        text = json.dumps(shortened).encode()
+    return text
+
+
+def shorten(value: str) -> str:
+    if len(value) <= VALUE_CHARACTERS:
+        return value
+    mark = hashlib.blake2b(value.encode(), digest_size=4).hexdigest()
+    return f"{value[: VALUE_CHARACTERS // 2]}... ({len(value)} characters, digest {mark})"
+
+
+def decode_report(row: Tensor) -> Settings:
+    text = bytes(row.tolist()).rstrip(b"\0")
+    try:
+        report = json.loads(text)
+    except ValueError:
+        report = None
+    if not isinstance(report, dict):
+        return {"settings": "(unreadable: this rank may run another version of the library)"}
+    return {str(name): str(value) for name, value in report.items()}
+
+
+def describe(everybodys: Sequence[Settings]) -> str:
+    names = list(dict.fromkeys(name for settings in everybodys for name in settings))
+    values = {name: [settings.get(name, ABSENT) for settings in everybodys] for name in names}
+    differing = {name: by_rank for name, by_rank in values.items() if len(set(by_rank)) > 1}
+    lines = [f"  {name}: {who_says_what(by_rank)}" for name, by_rank in differing.items()]
+    return "\n".join(
+        ["ranks disagree on what must be equal, so no data was moved:", *lines, "Make them equal on every rank."]
+    )
+
+
+def who_says_what(by_rank: Sequence[str]) -> str:
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(by_rank):
+        ranks_by_value.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` becomes ``"ranks 0-2, 5"``."""
+    runs = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    ]
+    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ("rank " if len(runs) == 1 and len(runs[0]) == 1 else "ranks ") + ", ".join(spans)

@@ -1,0 +1,60 @@
+"""Every error this library raises on purpose.
+
+::
+
+    FlexcommError
+    ├── TopologyError                 who is where cannot be told, or contradicts itself
+    ├── ConfigMismatchError           ranks disagree on what must be equal; raised on all of them, before data moves
+    └── TransportError                a cable, or what was asked of it
+        ├── TransportUnavailableError     not installed, no such device, no way to meet the other ranks
+        ├── InvalidTensorError            a tensor the verb cannot carry: shape, dtype, size (also a ValueError)
+        ├── DeadlineExceededError         a collective did not finish in time (also a TimeoutError)
+        └── PeerLostError                 another rank is gone (also a ConnectionError)
+
+A backend's own exceptions are translated once, at the transport's edge, and stay attached as ``__cause__``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigMismatchError",
+    "DeadlineExceededError",
+    "FlexcommError",
+    "InvalidTensorError",
+    "PeerLostError",
+    "TopologyError",
+    "TransportError",
+    "TransportUnavailableError",
+]
+
+
+class FlexcommError(Exception):
+    """Anything this library raises on purpose."""
+
+
+class TopologyError(FlexcommError):
+    """Rank, size, node or local rank cannot be told, or what was announced contradicts itself."""
+
+
+class ConfigMismatchError(FlexcommError):
+    """Ranks disagree on something that must be equal; every rank raises it, before any data moved."""
+
+
+class TransportError(FlexcommError):
+    """A transport failed, or was asked for something it cannot do."""
+
+
+class TransportUnavailableError(TransportError):
+    """The transport cannot be had here: not installed, no device, or no way to meet the other ranks."""
+
+
+class InvalidTensorError(TransportError, ValueError):
+    """The tensor does not fit the verb: its shape, dtype, device or size."""
+
+
+class DeadlineExceededError(TransportError, TimeoutError):
+    """A collective did not finish before its deadline: some rank is slow, stopped, or in another call."""
+
+
+class PeerLostError(TransportError, ConnectionError):
+    """A rank this one was talking to is gone."""

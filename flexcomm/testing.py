@@ -1,0 +1,244 @@
+"""Conformance checks for what people plug in: write a class with the right methods, and see whether it keeps the laws.
+
+Every rank of the group calls a check together. Inputs are small whole numbers, so sums are exact in every dtype and
+results are compared bit by bit. A broken law raises ``AssertionError`` naming it and the rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexcomm.errors import InvalidTensorError
+from flexcomm.transport.buffers import REDUCIBLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from flexcomm.transport import Transport
+
+__all__ = ["TRANSPORT_LAWS", "check_transport"]
+
+MOVABLE = (*REDUCIBLE, torch.int16, torch.uint16, torch.bool, torch.complex64)
+SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 4))
+
+
+def check_transport(transport: Transport, device: str = "cpu") -> None:
+    """Raise ``AssertionError`` unless ``transport`` keeps every law of :class:`flexcomm.Transport`."""
+    for law in TRANSPORT_LAWS:
+        law(transport, device)
+
+
+def gather_holds_every_ranks_tensor(transport: Transport, device: str) -> None:
+    for x, make in inputs(transport, device, MOVABLE):
+        kept = x.clone()
+        gathered = transport.all_gather(x).wait()
+        expected = torch.stack([make(rank) for rank in range(transport.size)])
+        require_equal(transport, gathered, expected, f"all_gather of {describe(x)}")
+        require_equal(transport, x, kept, "all_gather leaves its input alone")
+
+
+def gather_fills_the_output_it_was_given(transport: Transport, device: str) -> None:
+    for x, make in inputs(transport, device, (torch.float32, torch.bfloat16, torch.uint8)):
+        expected = torch.stack([make(rank) for rank in range(transport.size)])
+        for out in (torch.empty_like(expected), with_gaps(torch.zeros_like(expected))):
+            returned = transport.all_gather(x, out).wait()
+            require(transport, returned is out, "all_gather returns the output it was given")
+            require_equal(transport, out, expected, f"all_gather of {describe(x)} into {describe(out)}")
+
+
+def gatherv_holds_parts_of_unequal_length(transport: Transport, device: str) -> None:
+    counts = [(rank * 3) % 4 + 5 * (rank == 1) for rank in range(transport.size)]
+    parts = [torch.arange(count, device=device) + 10 * rank for rank, count in enumerate(counts)]
+    for dtype in MOVABLE:
+        x = with_gaps(parts[transport.rank].to(dtype))
+        gathered = transport.all_gatherv(x, counts).wait()
+        require(transport, len(gathered) == transport.size, "all_gatherv returns one tensor a rank")
+        for rank, part in enumerate(parts):
+            require_equal(transport, gathered[rank], part.to(dtype), f"all_gatherv, {dtype}, part of rank {rank}")
+
+
+def reduce_holds_the_exact_sum(transport: Transport, device: str) -> None:
+    for x, make in inputs(transport, device, REDUCIBLE):
+        expected = exact_sum([make(rank) for rank in range(transport.size)])
+        reduced = transport.all_reduce(x).wait()
+        require(transport, reduced is x, "all_reduce works in place")
+        require_equal(transport, x, expected, f"all_reduce of {describe(x)}")
+
+
+def reduce_gives_the_same_bits_on_every_rank(transport: Transport, device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(transport.rank)
+        x = torch.randn(10_007, generator=generator).to(device, dtype)
+        everybodys = transport.all_gather(transport.all_reduce(x).wait()).wait()
+        for other in everybodys:
+            require_equal(transport, other, x, f"all_reduce of {dtype} on every rank")
+
+
+def reduce_scatter_holds_the_exact_sum_of_its_part(transport: Transport, device: str) -> None:
+    for dtype in REDUCIBLE:
+        for shape in SHAPES:
+            rows = [
+                torch.stack([numbers(rank + part, shape, dtype, device) for part in range(transport.size)])
+                for rank in range(transport.size)
+            ]
+            x, expected = rows[transport.rank], exact_sum(rows)[transport.rank]
+            for source in (x, with_gaps(x)):
+                scattered = transport.reduce_scatter(source).wait()
+                require_equal(transport, scattered, expected, f"reduce_scatter of {describe(source)}")
+
+
+def broadcast_holds_the_roots_tensor(transport: Transport, device: str) -> None:
+    for root in range(transport.size):
+        for x, make in inputs(transport, device, MOVABLE):
+            returned = transport.broadcast(x, root).wait()
+            require(transport, returned is x, "broadcast works in place")
+            require_equal(transport, x, make(root), f"broadcast of {describe(x)} from rank {root}")
+
+
+def exchange_carries_messages_in_order(transport: Transport, device: str) -> None:
+    """Two messages to the right, one to oneself, an empty one to the left; sizes differ from rank to rank."""
+    right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+
+    def message(rank: int, number: int) -> Tensor:
+        return numbers(10 * rank + number, (rank + 1, 3), torch.bfloat16, device)
+
+    def blank(rank: int) -> Tensor:
+        return with_gaps(torch.zeros_like(message(rank, 0)))
+
+    empty = torch.empty(0, device=device)
+    sends = [(right, message(transport.rank, 0)), (right, message(transport.rank, 1)), (left, empty)]
+    receives = [(left, blank(left)), (left, blank(left)), (right, torch.empty(0, device=device))]
+    if transport.size > 1:
+        sends.append((transport.rank, message(transport.rank, 2)))
+        receives.append((transport.rank, blank(transport.rank)))
+    received = transport.exchange(sends, receives).wait()
+    for got, (peer, place), number in zip(received, receives, (0, 1, None, 2), strict=False):
+        require(transport, got is place, "exchange fills the tensors it was given")
+        if number is not None:
+            require_equal(transport, got, message(peer, number), f"message {number} from rank {peer}")
+
+
+def exchange_may_be_one_sided_or_empty(transport: Transport, device: str) -> None:
+    last = transport.size - 1
+    x = torch.full((5,), 7, dtype=torch.int16, device=device)
+    sends = [(last, x)] if transport.rank == 0 else []
+    receives = [(0, torch.zeros_like(x))] if transport.rank == last else []
+    for got in transport.exchange(sends, receives).wait():
+        require_equal(transport, got, x, "a one-sided message")
+
+
+def several_are_under_way_at_once(transport: Transport, device: str) -> None:
+    """Started in one order, waited for in the other; inputs are dropped, so only the handles keep them alive."""
+    started = [transport.all_gather(numbers(transport.rank + i, (1000 + i,), torch.float32, device)) for i in range(8)]
+    sums = [transport.all_reduce(numbers(transport.rank + i, (100 + i,), torch.float32, device)) for i in range(8)]
+    for i in reversed(range(8)):
+        for rank, row in enumerate(started[i].wait()):
+            require_equal(transport, row, numbers(rank + i, (1000 + i,), torch.float32, device), "a gather under way")
+        expected = exact_sum([numbers(rank + i, (100 + i,), torch.float32, device) for rank in range(transport.size)])
+        require_equal(transport, sums[i].wait(), expected, "a sum under way")
+
+
+def a_handle_can_be_waited_for_again(transport: Transport, device: str) -> None:
+    handle = transport.all_gather(torch.ones(3, device=device))
+    first = handle.wait()
+    require(transport, handle.done(), "a handle that was waited for is done")
+    require(transport, handle.wait() is first, "waiting again returns the same result")
+
+
+def a_barrier_is_passed_by_all_or_none(transport: Transport, device: str) -> None:
+    for _ in range(3):
+        transport.barrier().wait()
+    arrived = transport.all_gather(torch.ones((), device=device)).wait()
+    require(transport, bool(arrived.all()), "every rank came through the barriers")
+
+
+def what_cannot_be_carried_is_refused_before_anything_starts(transport: Transport, device: str) -> None:
+    x = torch.ones(4, device=device)
+    refused: tuple[Callable[[], object], ...] = (
+        lambda: transport.all_gather(x, torch.empty(transport.size + 1, 4, device=device)),
+        lambda: transport.all_gather(x, torch.empty(transport.size, 4, device=device, dtype=torch.float64)),
+        lambda: transport.all_gatherv(x, [5] * transport.size),
+        lambda: transport.all_gatherv(x, [4] * (transport.size + 1)),
+        lambda: transport.all_reduce(x.to(torch.int16)),
+        lambda: transport.reduce_scatter(torch.ones(transport.size + 1, 2, device=device)),
+        lambda: transport.broadcast(x, transport.size),
+        lambda: transport.exchange([(transport.size, x)], []),
+        lambda: transport.all_reduce(x.to_sparse()),
+    )
+    for number, attempt in enumerate(refused):
+        try:
+            attempt()
+        except InvalidTensorError:
+            continue
+        require(transport, False, f"misuse number {number} raises InvalidTensorError")
+    transport.barrier().wait()
+
+
+TRANSPORT_LAWS: tuple[Callable[[Transport, str], None], ...] = (
+    gather_holds_every_ranks_tensor,
+    gather_fills_the_output_it_was_given,
+    gatherv_holds_parts_of_unequal_length,
+    reduce_holds_the_exact_sum,
+    reduce_gives_the_same_bits_on_every_rank,
+    reduce_scatter_holds_the_exact_sum_of_its_part,
+    broadcast_holds_the_roots_tensor,
+    exchange_carries_messages_in_order,
+    exchange_may_be_one_sided_or_empty,
+    several_are_under_way_at_once,
+    a_handle_can_be_waited_for_again,
+    a_barrier_is_passed_by_all_or_none,
+    what_cannot_be_carried_is_refused_before_anything_starts,
+)
+
+
+def inputs(
+    transport: Transport, device: str, dtypes: tuple[torch.dtype, ...]
+) -> Iterator[tuple[Tensor, Callable[[int], Tensor]]]:
+    """A tensor of this rank every dtype and shape, plain and with gaps in memory, and a maker of every rank's."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+
+            def make(rank: int, shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> Tensor:
+                return numbers(rank, shape, dtype, device)
+
+            yield make(transport.rank), make
+            yield with_gaps(make(transport.rank)), make
+
+
+def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Whole numbers from 0 to 7 that differ between ranks: 16 such are summed exactly even by bfloat16 and int8."""
+    count = int(torch.Size(shape).numel())
+    return ((torch.arange(count, device=device) * 3 + rank * 5 + 1) % 8).reshape(shape).to(dtype)
+
+
+def exact_sum(tensors: list[Tensor]) -> Tensor:
+    total = torch.stack([x.to(torch.float64) for x in tensors]).sum(dim=0)
+    return total.to(tensors[0].dtype)
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """The same numbers, every second element of a larger memory."""
+    spread = torch.zeros((*x.shape, 2), dtype=x.dtype, device=x.device)[..., 1]
+    spread.copy_(x)
+    return spread
+
+
+def describe(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ' with gaps'}"
+
+
+def require(transport: Transport, condition: bool, law: str) -> None:
+    if not condition:
+        raise AssertionError(f"{transport.name}, rank {transport.rank} of {transport.size}: broken law: {law}")
+
+
+def require_equal(transport: Transport, got: Tensor, expected: Tensor, law: str) -> None:
+    if not (got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)):
+        raise AssertionError(
+            f"{transport.name}, rank {transport.rank} of {transport.size}: broken law: {law}\ngot      {got}\n"
+            f"expected {expected}"
+        )

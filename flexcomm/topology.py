@@ -1,0 +1,332 @@
+"""Who is where: rank, node and local rank, from what the launcher announced.
+
+Reading is pure: environment in, values out, nothing communicated. A launcher tells each rank about itself only, so
+two facts stay open until the ranks have compared notes: whether all nodes hold the same number of ranks, and, where
+nobody numbers the nodes (every ``mpirun``), which ranks share one. ``flexcomm.connect`` gathers the announcements and
+hands them to :func:`arrange`, which is pure again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from flexcomm.errors import TopologyError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Announcement", "Topology", "arrange", "blocks", "from_mesh", "read_launcher"]
+
+RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The place of one rank among all: ``members[node][local_rank]`` is a rank."""
+
+    rank: int
+    members: tuple[tuple[int, ...], ...]
+    launcher: str
+
+    def __post_init__(self) -> None:
+        check_members(self.members)
+        if self.rank not in chain.from_iterable(self.members):
+            raise TopologyError(f"rank {self.rank} is on no node of {self.members}.")
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.local_size
+
+    @property
+    def nodes(self) -> int:
+        return len(self.members)
+
+    @property
+    def local_size(self) -> int:
+        return len(self.members[0])
+
+    @property
+    def node(self) -> int:
+        return next(node for node, ranks in enumerate(self.members) if self.rank in ranks)
+
+    @property
+    def local_rank(self) -> int:
+        return self.members[self.node].index(self.rank)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, ...], ...]:
+        """The other way to group the ranks: ``pairs[local_rank][node]``, those that talk between nodes."""
+        return tuple(zip(*self.members, strict=True))
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.size}: node {self.node} of {self.nodes}, "
+            f"local rank {self.local_rank} of {self.local_size} ({self.launcher})"
+        )
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a launcher told one rank about itself; ``None`` where it told nothing."""
+
+    launcher: str
+    rank: int = 0
+    size: int = 1
+    node: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which a launcher announces a rank's place; the first that is set counts."""
+
+    name: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    node: tuple[str, ...] = ()
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+
+
+OPENMPI = Launcher(
+    "openmpi",
+    rank=("OMPI_COMM_WORLD_RANK",),
+    size=("OMPI_COMM_WORLD_SIZE",),
+    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
+# Hydra announces MPI_LOCAL*; Cray's PMI says PMI_LOCAL_*; others say neither, and then the MPI must be asked.
+PMI = Launcher(
+    "mpich",
+    rank=("PMI_RANK",),
+    size=("PMI_SIZE",),
+    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+)
+TORCHRUN = Launcher(
+    "torchrun",
+    rank=("RANK",),
+    size=("WORLD_SIZE",),
+    node=("GROUP_RANK",),
+    local_rank=("LOCAL_RANK",),
+    local_size=("LOCAL_WORLD_SIZE",),
+)
+SLURM = Launcher(
+    "slurm",
+    rank=("SLURM_PROCID",),
+    size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    node=("SLURM_NODEID",),
+    local_rank=("SLURM_LOCALID",),
+)
+MPI_LAUNCHERS = (OPENMPI.name, PMI.name)
+
+
+def read_launcher(environ: Mapping[str, str]) -> Announcement:
+    """The innermost launcher's word on this rank.
+
+    Launchers nest (``srun torchrun``, ``mpirun`` inside an allocation), and each leaves its variables behind. torchrun
+    marks its children, so it is innermost where it appears; an MPI's variables come before those of the Slurm step that
+    may have started its daemons.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return announcement_from(TORCHRUN, environ)
+    openmpi, pmi, by_hand = (announcement_if_any(kind, environ) for kind in (OPENMPI, PMI, TORCHRUN))
+    slurm = read_slurm_step(environ)
+    # `srun --mpi=pmi2` sets PMI_* too, and Slurm then knows more; Hydra's proxies under srun number other things.
+    if pmi and slurm and (pmi.rank, pmi.size) == (slurm.rank, slurm.size):
+        pmi = None
+    found = openmpi or pmi or slurm
+    if found and by_hand:
+        check_same_place(found, by_hand)
+    if found:
+        return found
+    return (
+        replace(by_hand, launcher="environment")
+        if by_hand
+        else Announcement("none", node=0, local_rank=0, local_size=1)
+    )
+
+
+def announcement_if_any(launcher: Launcher, environ: Mapping[str, str]) -> Announcement | None:
+    names = launcher.rank + launcher.size
+    return announcement_from(launcher, environ) if any(name in environ for name in names) else None
+
+
+def announcement_from(launcher: Launcher, environ: Mapping[str, str]) -> Announcement:
+    """What ``launcher`` announced, checked for being whole and possible."""
+    rank, size = (first_number(names, environ) for names in (launcher.rank, launcher.size))
+    if rank is None or size is None:
+        missing = launcher.rank if rank is None else launcher.size
+        raise TopologyError(
+            f"{launcher.name} announced only part of this rank's place: {seen(launcher, environ)}, but not "
+            f"{' or '.join(missing)}. Start the program through the launcher itself, or unset the variables above."
+        )
+    node, local_rank, local_size = (
+        first_number(names, environ) for names in (launcher.node, launcher.local_rank, launcher.local_size)
+    )
+    found = Announcement(launcher.name, rank, size, node, local_rank, local_size)
+    check_possible(found, seen(launcher, environ))
+    return found
+
+
+def read_slurm_step(environ: Mapping[str, str]) -> Announcement | None:
+    """What ``srun`` announced; a batch script outside ``srun`` carries the job's counts, but is one process."""
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    found = announcement_from(SLURM, environ)
+    tasks = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if found.node is not None and found.node < len(tasks):
+        found = replace(found, local_size=tasks[found.node])
+        check_possible(found, f"{seen(SLURM, environ)}, SLURM_STEP_TASKS_PER_NODE={tasks}")
+    return found
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """``"2(x3),1"`` becomes ``[2, 2, 2, 1]``, as Slurm abbreviates it."""
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, repeat in counts for _ in range(int(repeat or 1))]
+
+
+def ranks_per_node_from(environ: Mapping[str, str]) -> int | None:
+    """The override of the environment, for programs that cannot be told otherwise."""
+    return first_number((RANKS_PER_NODE_VARIABLE,), environ)
+
+
+def first_number(names: Sequence[str], environ: Mapping[str, str]) -> int | None:
+    for name in names:
+        if name in environ:
+            text = environ[name].strip()
+            if not text.isdecimal():
+                raise TopologyError(f"{name}={environ[name]!r} is not a whole number from 0 on. Correct or unset it.")
+            return int(text)
+    return None
+
+
+def seen(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    names = launcher.rank + launcher.size + launcher.node + launcher.local_rank + launcher.local_size
+    return ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def check_possible(found: Announcement, evidence: str) -> None:
+    """Raise unless the numbers of one announcement can be true together."""
+    local_size = found.local_size if found.local_size is not None else found.size
+    local_rank = found.local_rank if found.local_rank is not None else 0
+    if not (found.rank < found.size and local_rank < local_size <= found.size):
+        raise TopologyError(
+            f"{found.launcher} announced an impossible place: {evidence}. A rank is below its size, and a node holds "
+            f"no more ranks than there are. Variables of an outer launcher or an earlier run may be left over: unset "
+            f"them."
+        )
+
+
+def check_same_place(found: Announcement, by_hand: Announcement) -> None:
+    if (found.rank, found.size) != (by_hand.rank, by_hand.size):
+        raise TopologyError(
+            f"two launchers contradict each other: {found.launcher} says rank {found.rank} of {found.size}, RANK and "
+            f"WORLD_SIZE say rank {by_hand.rank} of {by_hand.size}. Unset RANK and WORLD_SIZE, or make them agree."
+        )
+
+
+def check_members(members: Sequence[Sequence[int]]) -> None:
+    """Raise unless every node holds the same number of ranks and no rank stands twice."""
+    counts = [len(ranks) for ranks in members]
+    if len(set(counts)) != 1 or counts[0] == 0:
+        raise TopologyError(
+            f"nodes hold different numbers of ranks: {counts_by_node(counts)}. Rank i of every node is paired with "
+            f"rank i of the others, so start the same number on each (mpirun --map-by ppr:N:node, mpirun -ppn N, "
+            f"torchrun --nproc-per-node N, srun --ntasks-per-node N)."
+        )
+    repeated = [rank for rank, times in Counter(chain.from_iterable(members)).items() if times > 1]
+    if repeated:
+        raise TopologyError(f"ranks {repeated} stand on more than one node or twice on one: {members}.")
+
+
+def counts_by_node(counts: Sequence[int]) -> str:
+    shown = ", ".join(f"node {node}: {count}" for node, count in enumerate(counts[:16]))
+    return shown + (f", and {len(counts) - 16} nodes more" if len(counts) > 16 else "")
+
+
+def blocks(size: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
+    """Nodes of ``ranks_per_node`` consecutive ranks."""
+    if ranks_per_node < 1 or size % ranks_per_node:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise TopologyError(
+            f"ranks_per_node={ranks_per_node} does not divide the {size} ranks of this job: every node must hold the "
+            f"same number. Choose one of {divisors}, or start another number of ranks."
+        )
+    return tuple(tuple(range(start, start + ranks_per_node)) for start in range(0, size, ranks_per_node))
+
+
+def arrange(announced: Sequence[Announcement]) -> tuple[tuple[int, ...], ...] | None:
+    """The ranks of every node, from what all ranks were told; ``None`` where only an MPI can tell.
+
+    ``announced[rank]`` is that rank's. Where nodes are numbered, ranks may lie on them in any order. Where they are
+    not, blocks of consecutive ranks are recognised by their local ranks counting up from 0; nothing else can be.
+    """
+    if any(one.local_rank is None for one in announced):
+        return None
+    if all(one.node is not None for one in announced):
+        return members_by_number(announced)
+    if all(one.local_size is not None for one in announced):
+        return members_in_blocks(announced)
+    return None
+
+
+def members_by_number(announced: Sequence[Announcement]) -> tuple[tuple[int, ...], ...]:
+    by_node: dict[int, list[Announcement]] = {}
+    for one in announced:
+        by_node.setdefault(one.node or 0, []).append(one)
+    members = tuple(
+        tuple(one.rank for one in sorted(by_node[node], key=lambda one: one.local_rank or 0))
+        for node in sorted(by_node)
+    )
+    check_members(members)
+    for node in sorted(by_node):
+        check_local_ranks(node, by_node[node])
+    return members
+
+
+def check_local_ranks(node: int, announced: Sequence[Announcement]) -> None:
+    local_ranks = sorted(one.local_rank or 0 for one in announced)
+    if local_ranks != list(range(len(announced))):
+        raise TopologyError(
+            f"the ranks of node {node} announced local ranks {local_ranks}; needed were 0 to {len(announced) - 1}, "
+            f"each once. If several launchers run on one host, give each a node number of its own."
+        )
+
+
+def members_in_blocks(announced: Sequence[Announcement]) -> tuple[tuple[int, ...], ...] | None:
+    starts = [one.rank for one in announced if one.local_rank == 0]
+    ends = [*starts[1:], len(announced)]
+    members = tuple(tuple(range(start, end)) for start, end in zip(starts, ends, strict=True))
+    in_blocks = bool(starts) and all(
+        announced[rank].local_rank == place and announced[rank].local_size == len(ranks)
+        for ranks in members
+        for place, rank in enumerate(ranks)
+    )
+    if not in_blocks:
+        return None
+    check_members(members)
+    return members
+
+
+def from_mesh(mesh: DeviceMesh, *, rank: int, inter: str, intra: str) -> Topology:
+    """The place of ``rank`` in a two-dimensional mesh with axes ``inter`` (across nodes) and ``intra`` (inside one)."""
+    names = mesh.mesh_dim_names or ()
+    if sorted(names) != sorted((inter, intra)):
+        raise TopologyError(
+            f"the mesh has axes {names or '(unnamed)'}, needed are exactly {inter!r} (across nodes) and {intra!r} "
+            f"(inside a node). Name them in init_device_mesh(..., mesh_dim_names=...), pass inter= and intra=, or "
+            f"slice the two out of a larger mesh: mesh[{inter!r}, {intra!r}]."
+        )
+    rows = (mesh.mesh if names[0] == inter else mesh.mesh.T).tolist()
+    # A slice of a larger job counts its own ranks from 0.
+    position = {rank: number for number, rank in enumerate(sorted(chain.from_iterable(rows)))}
+    return Topology(position[rank], tuple(tuple(position[rank] for rank in row) for row in rows), "mesh")

@@ -1,0 +1,147 @@
+"""Tensors as cables see them: flat, contiguous, in memory the cable can reach; and checks of what a verb was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexcomm.errors import InvalidTensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "Landing",
+    "as_bytes",
+    "check_counts",
+    "check_peer",
+    "check_reducible",
+    "check_strided",
+    "gather_output",
+    "gatherv_output",
+    "landing",
+    "landing_filled",
+    "readable",
+    "scatter_output",
+]
+
+REDUCIBLE = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+
+
+def readable(x: Tensor, *, in_reach: bool) -> Tensor:
+    """``x`` flat and contiguous; on the host, complete, where the cable cannot reach ``x`` itself."""
+    check_strided(x)
+    flat = x.detach().reshape(-1)
+    if in_reach:
+        return flat.contiguous()
+    staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+    torch.cuda.current_stream(x.device).synchronize()
+    return staged
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Where the cable writes, and the tensor that shall hold what it wrote."""
+
+    buffer: Tensor
+    target: Tensor
+
+    def deliver(self) -> Tensor:
+        """The target, holding what arrived."""
+        if self.buffer.data_ptr() != self.target.data_ptr():
+            self.target.detach().copy_(self.buffer.view(self.target.shape), non_blocking=True)
+        return self.target
+
+
+def landing(target: Tensor, *, in_reach: bool) -> Landing:
+    """A flat contiguous buffer for ``target``: its own memory where that is possible."""
+    check_strided(target)
+    if in_reach and target.is_contiguous():
+        return Landing(target.detach().view(-1), target)
+    device = target.device if in_reach else torch.device("cpu")
+    return Landing(torch.empty(target.numel(), dtype=target.dtype, device=device, pin_memory=not in_reach), target)
+
+
+def landing_filled(target: Tensor, *, in_reach: bool) -> Landing:
+    """As :func:`landing`, the buffer holding what ``target`` holds: for verbs that work in place."""
+    return Landing(readable(target, in_reach=in_reach), target)
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """The same memory as uint8. Moving bytes is the one thing every backend does for every dtype."""
+    # A contiguous tensor of no or one element may have any stride, which `view` minds.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def check_strided(x: Tensor) -> None:
+    if x.layout is not torch.strided or x.device.type == "meta":
+        raise InvalidTensorError(
+            f"a tensor of layout {x.layout} on {x.device} has no plain memory to send. Pass x.to_dense(), or a tensor "
+            f"that holds data."
+        )
+
+
+def check_reducible(x: Tensor) -> None:
+    if x.dtype not in REDUCIBLE:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
+        raise InvalidTensorError(
+            f"{x.dtype} cannot be summed on every transport. Convert the tensor to one of {names}."
+        )
+
+
+def check_peer(peer: int, size: int) -> None:
+    if not 0 <= peer < size:
+        raise InvalidTensorError(f"peer {peer} is not in this group: its {size} ranks are 0 to {size - 1}.")
+
+
+def check_counts(x: Tensor, counts: Sequence[int], rank: int, size: int) -> None:
+    if len(counts) != size or any(count < 0 for count in counts):
+        raise InvalidTensorError(
+            f"all_gatherv got counts {list(counts)}; needed is one count from 0 on for each of {size} ranks."
+        )
+    if x.numel() != counts[rank]:
+        raise InvalidTensorError(
+            f"all_gatherv got a tensor of {x.numel()} elements on rank {rank}, whose count is {counts[rank]}. Pass "
+            f"x[:counts[rank]], and the same counts on every rank."
+        )
+
+
+def gather_output(x: Tensor, out: Tensor | None, size: int) -> Tensor:
+    return checked_output("all_gather", x, (size, *x.shape), out)
+
+
+def gatherv_output(x: Tensor, counts: Sequence[int], out: Tensor | None) -> Tensor:
+    return checked_output("all_gatherv", x, (sum(counts),), out)
+
+
+def scatter_output(x: Tensor, out: Tensor | None, size: int) -> Tensor:
+    if x.dim() == 0 or x.shape[0] != size:
+        raise InvalidTensorError(
+            f"reduce_scatter got a tensor of shape {list(x.shape)}; its first dim must be the {size} ranks of the "
+            f"group. Pass x.view({size}, -1), padded if need be."
+        )
+    return checked_output("reduce_scatter", x, tuple(x.shape[1:]), out)
+
+
+def checked_output(verb: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
+        raise InvalidTensorError(
+            f"{verb} of a {x.dtype} tensor of shape {list(x.shape)} on {x.device} needs out of shape {list(shape)}, "
+            f"the same dtype and device; got {out.dtype} of shape {list(out.shape)} on {out.device}."
+        )
+    return out

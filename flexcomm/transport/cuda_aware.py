@@ -1,0 +1,58 @@
+"""Whether the MPI at hand may be given device pointers.
+
+Asking is dangerous: an MPI that is not CUDA-aware reads the pointer as host memory and crashes, and some builds answer
+their own query wrongly. So a child process tries it, and may crash instead of the job.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import torch
+
+__all__ = ["mpi_is_cuda_aware"]
+
+PROBE = """
+import torch
+from mpi4py import MPI
+sent = torch.arange(1024, dtype=torch.int32, device="cuda")
+received = torch.zeros_like(sent)
+torch.cuda.synchronize()
+buffer = lambda x: [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.INT32_T]
+MPI.COMM_SELF.Allreduce(buffer(sent), buffer(received), MPI.SUM)
+MPI.COMM_SELF.Sendrecv(buffer(sent), 0, recvbuf=buffer(received), source=0)
+raise SystemExit(0 if torch.equal(sent, received) else 1)
+"""
+PROBE_TIMEOUT_S = 60.0
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYD", "MPI_LOCAL")
+
+
+@cache
+def mpi_is_cuda_aware() -> bool:
+    """True when a child process could pass device memory through this MPI; asked once per process."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", PROBE],
+            env=alone(os.environ),
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return probe.returncode == 0
+
+
+def alone(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+    """The environment without the launcher's variables: the child is a job of one, not this job's rank again."""
+    kept_choices = ("OMPI_ALLOW_", "OMPI_MCA_", "PRTE_ALLOW_")
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(kept_choices) or not name.startswith(LAUNCHER_PREFIXES)
+    }

@@ -1,0 +1,135 @@
+"""Progress of non-blocking MPI while Python computes.
+
+[Note: MPI progress] An MPI moves data only inside MPI calls. Without help, a 5 MB gather over 100 Mbit/s that is
+started before 0.8 s of computation takes place after it (measured with Open MPI 5: 1.3 to 1.6 s in all, against 0.81 s
+with regular tests). So one daemon thread per process tests whatever is under way, twice a millisecond, and sleeps while
+there is nothing. A rank that waits tests by itself: going through the thread would cost a small message its latency.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from flexcomm.errors import TransportError
+from flexcomm.transport.operation import Expired
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MPIRequest", "start_request"]
+
+TEST_INTERVAL_S = 0.0005
+SPIN_S = 0.002
+"""How long a waiting rank gives way only (a system call) before it sleeps between tests."""
+
+log = logging.getLogger(__name__)
+
+
+class MPIRequest:
+    """The requests of one verb, tested by whoever comes first: the rank that waits or the progress thread."""
+
+    def __init__(self, requests: list[MPI.Request], where: str) -> None:
+        self._requests = requests
+        self._where = where
+        self._lock = threading.Lock()
+        self._finished = False
+        self._error: TransportError | None = None
+
+    def done(self) -> bool:
+        if not self._finished and self._lock.acquire(blocking=False):
+            try:
+                self._test()
+            finally:
+                self._lock.release()
+        return self._finished
+
+    def wait(self, timeout_s: float) -> None:
+        start_s = time.monotonic()
+        while not self.done():
+            waited_s = time.monotonic() - start_s
+            if waited_s > timeout_s:
+                raise Expired
+            time.sleep(0 if waited_s < SPIN_S else TEST_INTERVAL_S / 5)
+        if self._error is not None:
+            raise self._error
+
+    def _test(self) -> None:
+        from mpi4py import MPI
+
+        try:
+            self._finished = self._finished or MPI.Request.Testall(self._requests)
+        except MPI.Exception as error:
+            self._finished = True
+            self._error = TransportError(f"{self._where} failed: {error.Get_error_string()}")
+            self._error.__cause__ = error
+
+
+class ProgressThread:
+    """Tests every request under way until it is done."""
+
+    def __init__(self) -> None:
+        self._under_way: list[MPIRequest] = []
+        self._something = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="flexcomm-mpi-progress", daemon=True)
+        self._thread.start()
+        # MPI is finalised when the interpreter ends; a test after that is a crash.
+        atexit.register(self._stop)
+
+    def add(self, request: MPIRequest) -> None:
+        self._under_way.append(request)
+        self._something.set()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._something.wait()
+            time.sleep(TEST_INTERVAL_S)
+            for request in tuple(self._under_way):
+                if request.done():
+                    self._under_way.remove(request)
+            if not self._under_way:
+                self._something.clear()
+                if self._under_way:
+                    self._something.set()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._something.set()
+        self._thread.join(timeout=1.0)
+
+
+_thread: ProgressThread | None = None
+
+
+def start_request(requests: list[MPI.Request], where: str) -> MPIRequest:
+    """Hand over what MPI has just started, to progress from now on."""
+    request = MPIRequest(requests, where)
+    if not request.done() and threads_are_free():
+        progress_thread().add(request)
+    return request
+
+
+def progress_thread() -> ProgressThread:
+    global _thread
+    if _thread is None:
+        _thread = ProgressThread()
+    return _thread
+
+
+def threads_are_free() -> bool:
+    """Whether this MPI lets several threads call it at once; says so once where it does not."""
+    global _granted
+    if _granted is None:
+        from mpi4py import MPI
+
+        _granted = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        if not _granted:
+            log.warning("this MPI grants no MPI_THREAD_MULTIPLE: exchanges advance only while a rank waits for them.")
+    return _granted
+
+
+_granted: bool | None = None

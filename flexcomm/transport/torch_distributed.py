@@ -1,0 +1,175 @@
+"""A cable of ``torch.distributed``: gloo for host memory, NCCL for device memory.
+
+gloo's gaps end here: it gathers equal sizes only and knows no 16-bit integers. Data that is only moved travels as
+bytes, and unequal gathers as messages between pairs, which carry exactly what is there (measured between two processes
+at 1 KiB: 0.8 ms, against 2.7 ms for the padded gather).
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from flexcomm.errors import InvalidTensorError, PeerLostError, TransportError
+from flexcomm.transport.buffers import (
+    as_bytes,
+    check_counts,
+    check_peer,
+    check_reducible,
+    gather_output,
+    gatherv_output,
+    landing,
+    landing_filled,
+    readable,
+    scatter_output,
+)
+from flexcomm.transport.loopback import copy_to_self
+from flexcomm.transport.operation import Expired, Finished, Operation, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+__all__ = ["TorchTransport"]
+
+T = TypeVar("T")
+
+
+class TorchTransport:
+    """The ranks of a ``ProcessGroup``; ``backend`` is gloo for host memory, nccl for device memory."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str, timeout_s: float) -> None:
+        self.name = backend
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.timeout_s = timeout_s
+        self._group = group
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        out = gather_output(x, out, self.size)
+        source, place = self._readable(x), landing(out, in_reach=self._reaches(out))
+        work = self._start(
+            lambda: dist.all_gather_single(as_bytes(place.buffer), as_bytes(source), self._group, async_op=True)
+        )
+        return self._operation("all_gather", work, place.deliver, keep=(source, place))
+
+    def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
+        check_counts(x, counts, self.rank, self.size)
+        out = gatherv_output(x, counts, out)
+        parts = torch.split(out, list(counts))
+        peers = range(self.size)
+        return self.exchange([(peer, x) for peer in peers], list(zip(peers, parts, strict=True)))
+
+    def all_reduce(self, x: Tensor) -> Operation[Tensor]:
+        check_reducible(x)
+        place = landing_filled(x, in_reach=self._reaches(x))
+        work = self._start(lambda: dist.all_reduce(place.buffer, group=self._group, async_op=True))
+        return self._operation("all_reduce", work, place.deliver, keep=place)
+
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        check_reducible(x)
+        out = scatter_output(x, out, self.size)
+        source, place = self._readable(x), landing(out, in_reach=self._reaches(out))
+        work = self._start(lambda: dist.reduce_scatter_single(place.buffer, source, group=self._group, async_op=True))
+        return self._operation("reduce_scatter", work, place.deliver, keep=(source, place))
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
+        check_peer(root, self.size)
+        place = landing_filled(x, in_reach=self._reaches(x))
+        work = self._start(
+            lambda: dist.broadcast(as_bytes(place.buffer), group=self._group, group_src=root, async_op=True)
+        )
+        return self._operation("broadcast", work, place.deliver, keep=place)
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Operation[tuple[Tensor, ...]]:
+        received = copy_to_self(sends, receives, self.rank, self.size)
+        sources = [(peer, self._readable(x)) for peer, x in sends if self._crosses(peer, x)]
+        places = [(peer, landing(x, in_reach=self._reaches(x))) for peer, x in receives if self._crosses(peer, x)]
+        messages = [
+            *(
+                dist.P2POp(dist.irecv, as_bytes(place.buffer), group=self._group, group_peer=peer)
+                for peer, place in places
+            ),
+            *(dist.P2POp(dist.isend, as_bytes(source), group=self._group, group_peer=peer) for peer, source in sources),
+        ]
+        work = self._start(lambda: dist.batch_isend_irecv(messages)) if messages else Finished()
+
+        def deliver() -> tuple[Tensor, ...]:
+            for _, place in places:
+                place.deliver()
+            return received
+
+        return self._operation("exchange", work, deliver, keep=(sources, places))
+
+    def barrier(self) -> Operation[None]:
+        work = self._start(lambda: dist.barrier(self._group, async_op=True))
+        return self._operation("barrier", work, lambda: None)
+
+    def _readable(self, x: Tensor) -> Tensor:
+        return readable(x, in_reach=self._reaches(x))
+
+    def _crosses(self, peer: int, x: Tensor) -> bool:
+        return peer != self.rank and x.numel() > 0
+
+    def _reaches(self, x: Tensor) -> bool:
+        if self.name == "nccl" and not x.is_cuda:
+            raise InvalidTensorError(
+                f"NCCL carries CUDA tensors only, and got one on {x.device}. Move it to the device, or connect with "
+                f"intra='auto' and inter='auto', which choose by the tensor's device."
+            )
+        return self.name == "nccl" or not x.is_cuda
+
+    def _start(self, start: Callable[[], dist.Work | list[dist.Work] | None]) -> Request:
+        """Start work and translate what the backend raises; a group whose peer is known dead refuses here already."""
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise translated(error, self) from error
+        if work is None:
+            return Finished()
+        return TorchRequest(work if isinstance(work, list) else [work], self)
+
+    def _operation(self, verb: str, request: Request, deliver: Callable[[], T], keep: object = None) -> Operation[T]:
+        what = f"{verb} over {self.name} on rank {self.rank} of {self.size}"
+        return Operation(what, request, deliver, timeout_s=self.timeout_s, keep=keep)
+
+
+class TorchRequest:
+    """Work of a process group. For NCCL, waiting orders the current stream after it and does not block the host."""
+
+    def __init__(self, works: list[dist.Work], transport: TorchTransport) -> None:
+        self._works = works
+        self._transport = transport
+
+    def wait(self, timeout_s: float) -> None:
+        for work in self._works:
+            try:
+                work.wait(timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                raise translated(error, self._transport) from error
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def translated(error: RuntimeError, transport: TorchTransport) -> Exception:
+    """The error of this library that says what torch's says. torch has one exception type, so its words must do."""
+    words = gist(str(error))
+    where = f"{transport.name} on rank {transport.rank} of {transport.size}"
+    if "timed out" in words.lower() or "timeout" in words.lower():
+        return Expired(words)
+    if any(sign in words.lower() for sign in ("connection", "broken pipe", "peer")):
+        return PeerLostError(f"{where}: a peer is gone ({words}). The first rank that failed says why.")
+    return TransportError(f"{where} failed: {words}")
+
+
+def gist(text: str) -> str:
+    """The first line of a backend's words, without the source file it came from and its general advice."""
+    return re.sub(r"^\[\S+\] ", "", text.strip().splitlines()[0]).split(". This is typically")[0]

@@ -1,0 +1,217 @@
+"""The world of one job: where this rank stands, and the cables inside its node and between nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+
+from flexcomm.agreement import Agreement
+from flexcomm.cabling import Cable, Cabling, check_cable, join_mpi_job
+from flexcomm.errors import ConfigMismatchError, TopologyError
+from flexcomm.rendezvous import check_torch_place
+from flexcomm.topology import (
+    Announcement,
+    Topology,
+    arrange,
+    blocks,
+    from_mesh,
+    ranks_per_node_from,
+    read_launcher,
+)
+from flexcomm.transport.mpi_job import place_in_shared_memory
+from flexcomm.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from mpi4py import MPI
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flexcomm.transport import Transport
+
+__all__ = ["World", "connect", "connect_mesh"]
+
+TIMEOUT_S = 300.0
+UNKNOWN = -1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class World:
+    """All ranks of a job.
+
+    ``intra`` joins the ranks of this node, ``inter`` those that hold this local rank on every node.
+
+    ``control`` joins all ranks through host memory, for the few small things everybody must know. A ``with`` block
+    closes the world at its end; after an exception it leaves that to the end of the process, because closing takes all
+    ranks and the others may be waiting elsewhere.
+    """
+
+    topology: Topology
+    intra: Transport
+    inter: Transport
+    control: Transport
+    device: torch.device
+    _agreement: Agreement = field(repr=False)
+    _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def agree(self, fields: Mapping[str, object]) -> None:
+        """Return when ``fields`` are equal on all ranks, else raise ``ConfigMismatchError`` on all of them.
+
+        One small collective when these values are new, none when they were agreed before.
+        """
+        self._agreement.check(fields)
+
+    def close(self) -> None:
+        """Give back the groups and communicators this world made. All ranks call it; calling again does nothing."""
+        close_all(self._closers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+
+def close_all(closers: list[Callable[[], None]]) -> None:
+    """Run ``closers`` last to first, each once."""
+    while closers:
+        closers.pop()()
+
+
+def connect(
+    *, intra: Cable = "auto", inter: Cable = "auto", ranks_per_node: int | None = None, timeout_s: float = TIMEOUT_S
+) -> World:
+    """Join the ranks that mpirun, torchrun or srun started; a process started by none of them is a world of one.
+
+    ``auto`` carries CUDA tensors by NCCL and host tensors by MPI under mpirun, else by gloo. ``ranks_per_node`` (or the
+    variable ``FLEXCOMM_RANKS_PER_NODE``) splits the ranks into nodes of that many, whatever the hosts are. No wait on
+    this world blocks longer than ``timeout_s``. torch's default process group is started too, unless it is there.
+    """
+    check_cable(intra)
+    check_cable(inter)
+    announced = announcement()
+    if ranks_per_node is None:
+        ranks_per_node = ranks_per_node_from(os.environ)
+    comm = join_mpi_job(announced, required="mpi" in (intra, inter))
+    cabling = Cabling(announced, comm, timeout_s)
+    try:
+        return assemble(cabling, intra, inter, ranks_per_node)
+    except (ConfigMismatchError, TopologyError):
+        close_all(cabling.closers)  # Safe though closing takes all ranks: these two are raised by all of them.
+        raise
+
+
+def assemble(cabling: Cabling, intra: Cable, inter: Cable, ranks_per_node: int | None) -> World:
+    """Join all ranks, let them compare what they were told, then join those inside a node and those between nodes."""
+    announced = cabling.announced
+    control = cabling.join_everybody()
+    agreement = Agreement(control)
+    agreement.check(
+        {
+            "flexcomm version": __version__,
+            "launcher": announced.launcher,
+            "intra": intra,
+            "inter": inter,
+            "ranks_per_node": ranks_per_node,
+            "timeout_s": cabling.timeout_s,
+        }
+    )
+    if ranks_per_node is not None:
+        members = blocks(announced.size, ranks_per_node)
+    else:
+        members = find_members(announced, control, cabling.comm)
+    topology = Topology(announced.rank, members, announced.launcher)
+    device = own_device(topology.local_rank)
+    world = World(
+        topology,
+        cabling.lay(intra, topology.members),
+        cabling.lay(inter, topology.pairs),
+        control,
+        device,
+        agreement,
+        cabling.closers,
+    )
+    log.info("%s; intra over %s, inter over %s", topology, world.intra.name, world.inter.name)
+    return world
+
+
+def connect_mesh(
+    mesh: DeviceMesh, *, inter: str = "replicate", intra: str = "shard", timeout_s: float = TIMEOUT_S
+) -> World:
+    """The world of a two-dimensional mesh: axis ``intra`` inside a node, axis ``inter`` across nodes.
+
+    Its groups carry the data; they stay the mesh's own, and closing this world leaves them open.
+    """
+    topology = from_mesh(mesh, rank=dist.get_rank(), inter=inter, intra=intra)
+    announced = Announcement("mesh", topology.rank, topology.size)
+    cabling = Cabling(announced, None, timeout_s)
+    control = cabling.join_slice(sorted(mesh.mesh.flatten().tolist()))
+    return World(
+        topology,
+        cabling.adopt(mesh.get_group(intra), mesh.device_type),
+        cabling.adopt(mesh.get_group(inter), mesh.device_type),
+        control,
+        torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu"),
+        Agreement(control),
+        cabling.closers,
+    )
+
+
+def own_device(local_rank: int) -> torch.device:
+    """The device of this rank, made current: NCCL takes whatever is current, and all ranks start with the first."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def announcement() -> Announcement:
+    """What the launcher said; what torch was told, where it was started by hand without any launcher's variables."""
+    announced = read_launcher(os.environ)
+    if not dist.is_initialized():
+        return announced
+    if announced.launcher == "none":
+        return replace(announced, launcher="torch", rank=dist.get_rank(), size=dist.get_world_size())
+    check_torch_place(announced)
+    return announced
+
+
+def find_members(
+    announced: Announcement, control: Transport, comm: MPI.Intracomm | None
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every node, as the launcher announced them; as MPI knows them where the launcher did not."""
+    members = arrange(everybodys(announced, control))
+    if members is None and comm is not None:
+        node, local_rank, local_size = place_in_shared_memory(comm)
+        by_mpi = replace(announced, node=node, local_rank=local_rank, local_size=local_size)
+        members = arrange(everybodys(by_mpi, control))
+    if members is None:
+        raise TopologyError(
+            f"{announced.launcher} started rank {announced.rank} of {announced.size}, but did not tell which ranks "
+            f"share a node (local rank: {announced.local_rank}, ranks on this node: {announced.local_size}). Pass "
+            f"ranks_per_node= to flexcomm.connect, set LOCAL_RANK and LOCAL_WORLD_SIZE, or install mpi4py under mpirun."
+        )
+    return members
+
+
+def everybodys(announced: Announcement, control: Transport) -> list[Announcement]:
+    """The announcements of all ranks, by rank."""
+    place = (announced.node, announced.local_rank, announced.local_size)
+    mine = torch.tensor([UNKNOWN if number is None else number for number in place])
+    rows = control.all_gather(mine).wait().tolist()
+    return [
+        Announcement(announced.launcher, rank, len(rows), *(None if number == UNKNOWN else number for number in row))
+        for rank, row in enumerate(rows)
+    ]
