@@ -1,0 +1,85 @@
+"""MPI keeps every law of a transport, moves data while Python computes, and refuses what it cannot count."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import flexcomm
+from flexcomm import testing
+from flexcomm.errors import DeadlineExceededError, InvalidTensorError
+from flexcomm.transport import LoopbackTransport, MPITransport
+from flexcomm.transport import mpi as mpi_room
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("law", testing.TRANSPORT_LAWS, ids=lambda law: law.__name__)
+def test_mpi_keeps_the_law(world: flexcomm.World, law) -> None:  # type: ignore[no-untyped-def]
+    assert world.control.name == "mpi"
+    law(world.control, "cpu")
+
+
+def test_a_group_of_one_is_a_loopback_and_others_are_mpi(world: flexcomm.World) -> None:
+    kind = LoopbackTransport if world.topology.size == 1 else MPITransport
+    assert isinstance(world.intra, kind)
+    assert isinstance(world.inter, LoopbackTransport)
+
+
+def test_an_exchange_advances_while_python_does_something_else(world: flexcomm.World) -> None:
+    """Nobody calls MPI here after the start: 16 MB need many round trips, which only the progress thread can make."""
+    x = torch.full((4_000_000,), float(world.topology.rank))
+    handle = world.control.all_gather(x)
+    request = handle._request
+    deadline_s = time.monotonic() + 60
+    while not request._finished and time.monotonic() < deadline_s:
+        torch.ones(1000).sum()
+        time.sleep(0.01)
+    assert request._finished
+    assert [row[-1].item() for row in handle.wait()] == [float(rank) for rank in range(world.topology.size)]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_deadline_is_kept_and_the_communicator_goes_on(world: flexcomm.World) -> None:
+    impatient = MPITransport(MPI.COMM_WORLD.Dup(), timeout_s=0.3)
+    last = impatient.size - 1
+    late = None
+    if impatient.rank == 0:
+        late = impatient.exchange([], [(last, torch.empty(3))])
+        with pytest.raises(DeadlineExceededError, match=r"exchange over mpi on rank 0 .* waited 0\.3 s"):
+            late.wait()
+    world.control.barrier().wait()
+    if impatient.rank == last:
+        impatient.exchange([(0, torch.tensor([1.0, 2.0, 3.0]))], []).wait()
+    if late is not None:
+        (received,) = late.wait()
+        assert received.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_count_this_mpi_cannot_express_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi_room, "LARGEST_COUNT", 10)
+    monkeypatch.setattr(mpi_room, "counts_are_large", lambda: False)
+    transport = MPITransport(MPI.COMM_SELF, timeout_s=5)
+    with pytest.raises(InvalidTensorError, match=r"11 elements needs a count of 11, .*counts to 10"):
+        transport.all_reduce(torch.ones(11))
+    with pytest.raises(InvalidTensorError, match="count of 13"):
+        transport.broadcast(torch.ones(13, dtype=torch.uint8))
+    wide = torch.arange(80, dtype=torch.uint8)
+    assert torch.equal(transport.all_gather(wide).wait()[0], wide)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_more_than_two_gigabytes_cross_in_one_broadcast(world: flexcomm.World) -> None:
+    """2^31 + 8 bytes, an empty page more than a C int counts; two ranks, so that memory suffices."""
+    pair = MPI.COMM_WORLD.Split(0 if world.topology.rank < 2 else MPI.UNDEFINED, world.topology.rank)
+    if pair == MPI.COMM_NULL:
+        assert world.topology.rank >= 2
+        return
+    transport = MPITransport(pair, timeout_s=60)
+    x = torch.zeros(2**31 + 8, dtype=torch.uint8)
+    if transport.rank == 0:
+        x[-1] = 7
+    assert transport.broadcast(x).wait()[-1] == 7

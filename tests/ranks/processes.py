@@ -1,0 +1,144 @@
+"""Ranks as real processes, with a time limit; the parent tells which rank failed first, and how.
+
+They are forked from a server that has imported torch already, so a run of four starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+GRACE_S = 10.0
+"""How long the other ranks may go on after the first one failed: long enough to see what they make of it."""
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "flexcomm", "flexcomm.testing"])
+
+
+@dataclass
+class Outcome:
+    """What became of a rank: what its body returned, the traceback it ended with, or the signal that ended it."""
+
+    rank: int
+    ended_s: float
+    value: Any = None
+    error: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+
+def run_ranks(body: Callable[..., Any], size: int, *args: object, **options: Any) -> list[Any]:
+    """What ``body(*args)`` returned on each of ``size`` ranks; the first rank that failed fails the test."""
+    outcomes = observe_ranks(body, size, *args, **options)
+    failures = sorted((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: outcome.ended_s)
+    if failures:
+        first = failures[0]
+        others = [outcome.rank for outcome in failures[1:]]
+        raise AssertionError(f"rank {first.rank} of {size} failed first (then {others}):\n{first.error}")
+    return [outcome.value for outcome in outcomes]
+
+
+def observe_ranks(
+    body: Callable[..., Any],
+    size: int,
+    *args: object,
+    ranks_per_node: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    limit_s: float = 60.0,
+) -> list[Outcome]:
+    """What became of each rank, failed or not. No process is left behind."""
+    port = free_port()
+    ranks = []
+    for rank in range(size):
+        here, there = context.Pipe(duplex=False)
+        variables = torchrun_variables(rank, size, ranks_per_node or size, port) | dict(environ or {})
+        process = context.Process(target=be_rank, args=(body, args, variables, there, limit_s), daemon=True)
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    try:
+        return collect(ranks, limit_s)
+    finally:
+        for process, pipe in ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def torchrun_variables(rank: int, size: int, ranks_per_node: int, port: int) -> dict[str, str]:
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank % ranks_per_node,
+        "LOCAL_WORLD_SIZE": ranks_per_node,
+        "GROUP_RANK": rank // ranks_per_node,
+        "MASTER_PORT": port,
+    }
+    names = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", "GLOO_SOCKET_IFNAME": "lo"}
+    return {name: str(number) for name, number in numbers.items()} | names
+
+
+def be_rank(
+    body: Callable[..., Any], args: tuple[object, ...], variables: dict[str, str], pipe: Connection, limit_s: float
+) -> None:
+    import torch
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    os.environ.update({name: value for name, value in variables.items() if value})
+    for name in (name for name, value in variables.items() if not value):
+        os.environ.pop(name, None)
+    faulthandler.dump_traceback_later(limit_s, file=sys.__stderr__)
+    try:
+        pipe.send((body(*args), None))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def collect(ranks: list[tuple[Any, Connection]], limit_s: float) -> list[Outcome]:
+    """Listen until every rank has reported or died, the limit has passed, or the grace after a first failure has."""
+    outcomes: dict[int, Outcome] = {}
+    deadline_s = time.monotonic() + limit_s
+    while len(outcomes) < len(ranks) and (left_s := deadline_s - time.monotonic()) > 0:
+        pending = {pipe: rank for rank, (_, pipe) in enumerate(ranks) if rank not in outcomes}
+        for pipe in wait(list(pending), timeout=left_s):
+            rank = pending[pipe]  # type: ignore[index]
+            outcomes[rank] = outcome = receive(rank, *ranks[rank])
+            if outcome.failed:
+                deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+    return [
+        outcomes.get(rank) or Outcome(rank, deadline_s, error="did not finish in time") for rank in range(len(ranks))
+    ]
+
+
+def receive(rank: int, process: Any, pipe: Connection) -> Outcome:
+    now_s = time.monotonic()
+    try:
+        value, error = pipe.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        return Outcome(rank, now_s, error=signal.Signals(-code).name if code < 0 else f"exit code {code}")
+    return Outcome(rank, now_s, value, error)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

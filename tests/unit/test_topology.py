@@ -1,0 +1,177 @@
+"""Every launcher's announcement is read without communication, and what cannot be true is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexcomm.errors import TopologyError
+from flexcomm.topology import Announcement, Topology, arrange, blocks, expand_tasks_per_node, read_launcher
+
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+}
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (OPENMPI, Announcement("openmpi", 3, 4, None, 1, 2)),
+        (HYDRA, Announcement("mpich", 3, 4, None, 1, 2)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Announcement("mpich", 3, 4, None, None, None)),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+            Announcement("mpich", 3, 4, None, 1, 2),
+        ),
+        (TORCHRUN, Announcement("torchrun", 3, 4, 1, 1, 2)),
+        (SRUN, Announcement("slurm", 3, 4, 1, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Announcement("environment", 1, 2, None, None, None)),
+        ({}, Announcement("none", 0, 1, 0, 0, 1)),
+    ],
+)
+def test_each_launcher_is_read_from_its_own_variables(environ: dict[str, str], expected: Announcement) -> None:
+    assert read_launcher(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        (SRUN | TORCHRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}, "torchrun"),
+        (OPENMPI | TORCHRUN | {"OMPI_COMM_WORLD_RANK": "0"}, "torchrun"),
+        (SRUN | OPENMPI | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, "openmpi"),
+        (SRUN | HYDRA | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, "mpich"),
+        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, "slurm"),
+        (OPENMPI | {"RANK": "3", "WORLD_SIZE": "4"}, "openmpi"),
+    ],
+    ids=[
+        "srun torchrun",
+        "mpirun torchrun",
+        "mpirun in a step",
+        "hydra in a step",
+        "srun --mpi=pmi2",
+        "copied by hand",
+    ],
+)
+def test_the_innermost_launcher_counts(environ: dict[str, str], launcher: str) -> None:
+    assert read_launcher(environ).launcher == launcher
+
+
+def test_a_batch_script_outside_srun_is_one_process() -> None:
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    assert read_launcher(batch) == Announcement("none", 0, 1, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE"]),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_RANK"]),
+        (TORCHRUN | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4", "unset"]),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE=8"]),
+        (TORCHRUN | {"RANK": "two"}, ["RANK='two'", "whole number"]),
+        (TORCHRUN | {"RANK": "-1"}, ["RANK='-1'"]),
+        (OPENMPI | {"RANK": "0", "WORLD_SIZE": "4"}, ["rank 3 of 4", "rank 0 of 4", "RANK and WORLD_SIZE"]),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, ["SLURM_LOCALID=1", "[1, 1, 1, 1]"]),
+    ],
+)
+def test_partial_and_contradictory_variables_are_refused_by_name(environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(TopologyError) as caught:
+        read_launcher(environ)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_slurm_counts_are_expanded() -> None:
+    assert expand_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def numbered(*places: tuple[int, int]) -> list[Announcement]:
+    return [
+        Announcement("slurm", rank, len(places), node, local_rank) for rank, (node, local_rank) in enumerate(places)
+    ]
+
+
+def counted(*places: tuple[int, int]) -> list[Announcement]:
+    return [
+        Announcement("openmpi", rank, len(places), None, local_rank, local_size)
+        for rank, (local_rank, local_size) in enumerate(places)
+    ]
+
+
+def test_numbered_nodes_may_hold_ranks_in_any_order() -> None:
+    assert arrange(numbered((0, 0), (1, 0), (0, 1), (1, 1))) == ((0, 2), (1, 3))
+    assert arrange(numbered((7, 1), (7, 0), (9, 0), (9, 1))) == ((1, 0), (2, 3))
+
+
+def test_blocks_of_ranks_need_no_node_numbers() -> None:
+    assert arrange(counted((0, 2), (1, 2), (0, 2), (1, 2))) == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    "announced",
+    [
+        counted((0, 2), (0, 2), (1, 2), (1, 2)),
+        counted((0, 3), (1, 3), (0, 3), (1, 3)),
+        [Announcement("mpich", rank, 2) for rank in range(2)],
+    ],
+    ids=["round robin", "counts that do not add up", "nothing announced"],
+)
+def test_what_only_an_mpi_can_tell_is_left_open(announced: list[Announcement]) -> None:
+    assert arrange(announced) is None
+
+
+@pytest.mark.parametrize(
+    "announced",
+    [counted((0, 3), (1, 3), (2, 3), (0, 1)), numbered((0, 0), (0, 1), (0, 2), (1, 0))],
+    ids=["counted", "numbered"],
+)
+def test_nodes_of_unequal_size_are_refused_with_their_counts(announced: list[Announcement]) -> None:
+    with pytest.raises(TopologyError, match="node 0: 3, node 1: 1"):
+        arrange(announced)
+
+
+def test_a_local_rank_announced_twice_is_refused() -> None:
+    with pytest.raises(TopologyError, match=r"node 1 announced local ranks \[0, 0\]"):
+        arrange(numbered((0, 0), (0, 1), (1, 0), (1, 0)))
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 3, 8])
+def test_ranks_per_node_must_divide_and_the_error_names_what_would(ranks_per_node: int) -> None:
+    with pytest.raises(TopologyError, match=rf"ranks_per_node={ranks_per_node} .* \[1, 2, 4\]"):
+        blocks(4, ranks_per_node)
+
+
+def test_a_topology_pairs_equal_local_ranks_between_nodes() -> None:
+    place = Topology(rank=1, members=((0, 2), (1, 3), (4, 5)), launcher="slurm")
+    assert (place.size, place.nodes, place.local_size) == (6, 3, 2)
+    assert (place.node, place.local_rank) == (1, 0)
+    assert place.pairs == ((0, 1, 4), (2, 3, 5))
+    assert str(place) == "rank 1 of 6: node 1 of 3, local rank 0 of 2 (slurm)"
+
+
+@pytest.mark.parametrize(
+    ("rank", "members"), [(0, ((0, 1), (2,))), (0, ((0, 1), (1, 2))), (9, ((0, 1), (2, 3))), (0, ((),))]
+)
+def test_an_impossible_topology_cannot_be_made(rank: int, members: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(TopologyError):
+        Topology(rank, members, "none")
