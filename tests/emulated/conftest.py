@@ -1,0 +1,39 @@
+"""Fixtures for tests on emulated clusters.
+
+``cluster`` is a running one of 2 nodes x 2 ranks at 100 mbit, shared by the tests of a module:
+
+    def test_something(cluster: Cluster) -> None:
+        finished = cluster.run([sys.executable, "-c", PROGRAM], launcher="openmpi", timeout_s=60)
+        assert finished.exit_code == 0, finished.stderr
+        finished.stdout, finished.traffic[0].sent_nbytes        # what ranks printed; what crossed node 0's cable
+
+Ranks keep the test's environment and working folder, so ``import flexcomm`` works in them. ``finished.traffic`` holds
+the bytes of this command alone.
+"""
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from bench.cluster import Cluster, ClusterSpec, open_cluster
+from bench.errors import ClusterUnavailableError
+from bench.netns import check_available
+
+
+@pytest.fixture(scope="session")
+def emulation() -> None:
+    """Skip, with the reason, where this machine cannot emulate a cluster."""
+    try:
+        check_available()
+    except ClusterUnavailableError as error:
+        pytest.skip(str(error))
+    if subprocess.run(["unshare", "--net", "--mount", "--pid", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this kernel or container refuses new namespaces, even to root")
+
+
+@pytest.fixture(scope="module")
+def cluster(emulation: None) -> Iterator[Cluster]:  # noqa: ARG001
+    """A running cluster of 2 nodes x 2 ranks, at 100 mbit."""
+    with open_cluster(ClusterSpec(nodes=2, ranks_per_node=2, rate="100mbit")) as running:
+        yield running
