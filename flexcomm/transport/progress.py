@@ -25,7 +25,7 @@ __all__ = ["MPIRequest", "start_request"]
 
 TEST_INTERVAL_S = 0.0005
 SPIN_S = 0.002
-"""How long a waiting rank only gives way between tests. Then it sleeps between tests, a tenth of the time it has waited."""
+"""How long a waiting rank only gives way between tests; then it sleeps a tenth of the time it has waited."""
 
 log = logging.getLogger(__name__)
 
