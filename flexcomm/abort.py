@@ -6,8 +6,10 @@ they wait for it in a collective.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import time
 import traceback
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["abort_job_on_exception"]
+
+FORWARDING_S = 0.5
+"""What the launcher gets to forward the traceback. MPICH's drops what it has not forwarded when a rank aborts."""
 
 _installed = False
 
@@ -28,14 +33,18 @@ def abort_job_on_exception(comm: MPI.Intracomm) -> None:
         return
     previous = sys.excepthook
 
+    rank, size = comm.Get_rank(), comm.Get_size()
+
     def report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if previous is not sys.__excepthook__:
-            previous(kind, error, trace)
-        rank, size = comm.Get_rank(), comm.Get_size()
-        lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
-        lines.append(f"flexcomm: rank {rank} of {size} ended with {kind.__name__}, so the whole job ends.")
-        write_at_once("".join(f"[rank {rank}] {line}\n" for line in lines))
-        comm.Abort(1)
+        try:
+            if previous is not sys.__excepthook__:
+                previous(kind, error, trace)
+            lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
+            lines.append(f"flexcomm: rank {rank} of {size} ended with {kind.__name__}, so the whole job ends.")
+            write_at_once("".join(f"[rank {rank}] {line}\n" for line in lines))
+            time.sleep(FORWARDING_S)
+        finally:
+            comm.Abort(1)
 
     sys.excepthook = report_and_abort
     _installed = True
@@ -47,5 +56,7 @@ def write_at_once(text: str) -> None:
     The file descriptor, not ``sys.stderr``: torch's hook captures what hooks below it print, to show it later, and
     there is no later.
     """
-    sys.stdout.flush()
-    os.write(2, text.encode(errors="replace"))
+    with contextlib.suppress(OSError, ValueError):  # A closed or broken output must not keep the job from ending.
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))

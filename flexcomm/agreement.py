@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Agreement"]
 
 DIGEST_BYTES = 32
-REPORT_BYTES = 1 << 20
+MOST_FIELDS = 1 << 16
+REPORT_BYTES = 1 << 16
 """What a rank tells of its settings at most, so that no rank allocates what another one asks for."""
 VALUE_CHARACTERS = 200
 ABSENT = "(not set)"
@@ -44,7 +45,8 @@ class Agreement:
     def check(self, fields: Mapping[str, object]) -> None:
         """Return when ``fields`` are equal on every rank; raise ``ConfigMismatchError`` on every rank otherwise.
 
-        Values are compared by their ``str``. Every rank must call it at the same point.
+        Values are compared by their ``str``. Every rank must call it at the same point; values that were agreed before
+        are not compared again.
         """
         settings = {name: str(value) for name, value in fields.items()}
         digest = digest_of(settings)
@@ -54,14 +56,31 @@ class Agreement:
         if bool((self._transport.all_gather(mine).wait() == mine).all()):
             self._agreed.add(digest)
             return
-        raise ConfigMismatchError(describe(self._everybodys(settings)))
+        raise ConfigMismatchError(describe(self._everybodys_differences(settings)))
 
-    def _everybodys(self, settings: Settings) -> list[Settings]:
-        """The settings of every rank, shortened; all ranks come here together, because all saw the same digests."""
-        report = torch.zeros(REPORT_BYTES, dtype=torch.uint8)
-        text = bytearray(encode_report(settings))
-        report[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
-        return [decode_report(row) for row in self._transport.all_gather(report).wait()]
+    def _everybodys_differences(self, settings: Settings) -> list[Settings]:
+        """What each rank says on the fields that differ. All ranks come here together: all saw the same digests."""
+        fingerprints = {fingerprint(item): item for item in list(settings.items())[:MOST_FIELDS]}
+        tables = self._gather(torch.tensor(list(fingerprints), dtype=torch.int64), MOST_FIELDS)
+        shared = set.intersection(*(set(table.tolist()) for table in tables))
+        differing = dict(item for print_, item in fingerprints.items() if print_ not in shared)
+        report = torch.frombuffer(bytearray(encode_report(differing)), dtype=torch.uint8)
+        return [decode_report(row) for row in self._gather(report, REPORT_BYTES)]
+
+    def _gather(self, x: Tensor, most: int) -> tuple[Tensor, ...]:
+        """Every rank's ``x``, of unequal lengths; nobody may claim more than ``most``."""
+        counts = self._transport.all_gather(torch.tensor(x.numel())).wait().tolist()
+        if not all(0 <= count <= most for count in counts):
+            raise ConfigMismatchError(
+                f"ranks disagree on what must be equal, and cannot tell on what: they announced reports of {counts} "
+                f"elements, where {most} is the most. Do all run this version of the library?"
+            )
+        return self._transport.all_gatherv(x, counts).wait()
+
+
+def fingerprint(item: tuple[str, str]) -> int:
+    digest = hashlib.blake2b(json.dumps(item).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def digest_of(settings: Settings) -> bytes:
@@ -87,7 +106,7 @@ def shorten(value: str) -> str:
 
 
 def decode_report(row: Tensor) -> Settings:
-    text = bytes(row.tolist()).rstrip(b"\0")
+    text = row.numpy().tobytes()
     try:
         report = json.loads(text)
     except ValueError:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from flexcomm.abort import abort_job_on_exception
-from flexcomm.errors import TopologyError, TransportUnavailableError
+from flexcomm.errors import InvalidArgumentError, TopologyError, TransportUnavailableError
 from flexcomm.rendezvous import start_torch
 from flexcomm.topology import MPI_LAUNCHERS
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
-from flexcomm.transport.mpi_job import library_name, world_communicator
+from flexcomm.transport.mpi_job import library_name, meet, world_communicator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flexcomm.topology import Announcement
     from flexcomm.transport import Transport
 
-__all__ = ["Cable", "Cabling", "check_cable", "join_mpi_job"]
+__all__ = ["Cable", "Cabling", "check_cable", "check_timeout", "join_mpi_job", "nccl_is_usable"]
 
 Cable = Literal["auto", "nccl", "gloo", "mpi"]
 
@@ -32,12 +32,17 @@ Cable = Literal["auto", "nccl", "gloo", "mpi"]
 def check_cable(kind: str) -> None:
     """Raise unless ``kind`` names a cable that can be had on this machine."""
     if kind not in get_args(Cable):
-        raise TransportUnavailableError(f"there is no transport {kind!r}. Choose one of {', '.join(get_args(Cable))}.")
+        raise InvalidArgumentError(f"there is no transport {kind!r}. Choose one of {', '.join(get_args(Cable))}.")
     if kind == "nccl" and not nccl_is_usable():
         raise TransportUnavailableError(
             "nccl needs a CUDA device and a torch built with NCCL; this process sees neither or only one. Use 'auto' "
             "or 'gloo', or check CUDA_VISIBLE_DEVICES and the torch build."
         )
+
+
+def check_timeout(timeout_s: float) -> None:
+    if not 0 < timeout_s < float("inf"):
+        raise InvalidArgumentError(f"timeout_s={timeout_s} is not a time to wait: pass a number of seconds above 0.")
 
 
 def nccl_is_usable() -> bool:
@@ -65,6 +70,29 @@ def join_mpi_job(announced: Announcement, *, required: bool) -> MPI.Intracomm | 
     return comm
 
 
+_leases = 0
+"""How many worlds use the default process group that this library started; the last one closes it."""
+
+
+def lease_torch(announced: Announcement, *, control: Transport | None, timeout_s: float) -> list[Callable[[], None]]:
+    """Have torch's default process group; the result gives it back, where it is ours to give."""
+    global _leases
+    if dist.is_initialized() and _leases == 0:
+        return []
+    if not dist.is_initialized():
+        start_torch(announced, control=control, timeout_s=timeout_s)
+        _leases = 0
+    _leases += 1
+    return [return_torch]
+
+
+def return_torch() -> None:
+    global _leases
+    _leases -= 1
+    if _leases == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @dataclass
 class Cabling:
     """What is needed to join ranks, and how to undo what was joined: ``closers``, run last to first."""
@@ -80,9 +108,7 @@ class Cabling:
             return LoopbackTransport(self.timeout_s)
         everybody = [range(self.announced.size)]
         control = self._mpi(self.comm, everybody) if self.comm is not None else None
-        if not dist.is_initialized():
-            start_torch(self.announced, control=control, timeout_s=self.timeout_s)
-            self.closers.append(dist.destroy_process_group)
+        self.closers += lease_torch(self.announced, control=control, timeout_s=self.timeout_s)
         return control or self.lay("gloo", everybody)
 
     def lay(self, kind: Cable, groups: Sequence[Sequence[int]]) -> Transport:
@@ -106,34 +132,48 @@ class Cabling:
         return TorchTransport(group, "nccl" if device_type == "cuda" else "gloo", self.timeout_s)
 
     def join_slice(self, ranks: Sequence[int]) -> Transport:
-        """``ranks`` through host memory, called by them alone: other slices of the job may do the same or nothing.
-
-        [Note: group names] torch then names the group by its ranks and the number of groups alive. That name comes back
-        when a group was destroyed in between, and the new group finds the old one's addresses in the store. So such a
-        group is never destroyed before torch itself is closed.
-        """
+        """``ranks`` through host memory; where they are not all there are, they alone call it."""
+        if len(ranks) == dist.get_world_size():
+            return self.lay("gloo", [ranks])
         if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
-        group = dist.new_group(
-            list(ranks), timedelta(seconds=self.timeout_s), "gloo", use_local_synchronization=True, sort_ranks=False
-        )
-        return TorchTransport(group, "gloo", self.timeout_s)
+        # [Note: group names] torch names a group that only its members make by its ranks and the number of groups that
+        # this process is in. Ranks that are in different numbers of groups never meet, and a name comes back after a
+        # group was destroyed, to find the old one's addresses in the store. So such a group stays until torch closes.
+        return TorchTransport(self._new_group(ranks, "gloo", use_local_synchronization=True), "gloo", self.timeout_s)
 
     def _mpi(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]]) -> MPITransport:
         color = self._own(groups)
-        group = comm.Split(color, groups[color].index(self.announced.rank))
-        self.closers.append(group.Free)
-        return MPITransport(group, self.timeout_s)
+        meet(comm, self.timeout_s)
+        transport = MPITransport(comm.Split(color, groups[color].index(self.announced.rank)), self.timeout_s)
+        self.closers.append(transport.close)
+        return transport
 
     def _torch(self, backend: str, groups: Sequence[Sequence[int]]) -> TorchTransport:
         # Every rank makes every group, because of [Note: group names].
-        made = [
-            dist.new_group(list(ranks), timedelta(seconds=self.timeout_s), backend, sort_ranks=False)
-            for ranks in groups
-        ]
-        group = made[self._own(groups)]
-        self.closers.append(lambda: dist.destroy_process_group(group))
-        return TorchTransport(group, backend, self.timeout_s)
+        made = [self._new_group(ranks, backend) for ranks in groups]
+        transport = TorchTransport(made[self._own(groups)], backend, self.timeout_s)
+        self.closers.append(transport.close)
+        return transport
+
+    def _new_group(
+        self, ranks: Sequence[int], backend: str, *, use_local_synchronization: bool = False
+    ) -> dist.ProcessGroup:
+        try:
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks),
+                timedelta(seconds=self.timeout_s),
+                backend,
+                use_local_synchronization=use_local_synchronization,
+                sort_ranks=False,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise TransportUnavailableError(
+                f"rank {self.announced.rank} could not join ranks {list(ranks)[:16]} over {backend} within "
+                f"{self.timeout_s:g} s: {str(error).splitlines()[0]}. Let all of them come here together; for a slice "
+                f"of a mesh, they must also be in equally many process groups."
+            ) from error
+        return group
 
     def _own(self, groups: Sequence[Sequence[int]]) -> int:
         return next(number for number, ranks in enumerate(groups) if self.announced.rank in ranks)

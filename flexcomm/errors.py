@@ -3,6 +3,7 @@
 ::
 
     FlexcommError
+    ├── InvalidArgumentError          an argument that can mean nothing here (also a ValueError)
     ├── TopologyError                 who is where cannot be told, or contradicts itself
     ├── ConfigMismatchError           ranks disagree on what must be equal; raised on all of them, before data moves
     └── TransportError                a cable, or what was asked of it
@@ -20,6 +21,7 @@ __all__ = [
     "ConfigMismatchError",
     "DeadlineExceededError",
     "FlexcommError",
+    "InvalidArgumentError",
     "InvalidTensorError",
     "PeerLostError",
     "TopologyError",
@@ -30,6 +32,10 @@ __all__ = [
 
 class FlexcommError(Exception):
     """Anything this library raises on purpose."""
+
+
+class InvalidArgumentError(FlexcommError, ValueError):
+    """An argument that can mean nothing here: a name nobody has, a number out of range."""
 
 
 class TopologyError(FlexcommError):

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING
@@ -28,12 +28,15 @@ from flexcomm.errors import TopologyError, TransportUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from flexcomm.topology import Announcement
     from flexcomm.transport import Transport
 
 __all__ = ["check_torch_place", "start_torch"]
 
 RECORD_BYTES = 4096
+MOST_ADDRESSES = 16
 PROBE_TIMEOUT_S = 2.0
 SIOCGIFADDR = 0x8915
 FIRST_PORT, PORTS = 20000, 20000
@@ -68,14 +71,15 @@ def start_torch(announced: Announcement, *, control: Transport | None, timeout_s
     meeting = find_meeting(announced, control, os.environ)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    url = f"tcp://{meeting.address}:{meeting.port}"
+    host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
+    url = f"tcp://{host}:{meeting.port}"
     try:
         # torch's own rendezvous, not a plain TCPStore: it knows when torchrun's agent has opened the store already.
         store = meeting.store or next(rendezvous(url, announced.rank, announced.size, timeout=timeout))[0]
         # A store outlives a group, torchrun's even this process; what an earlier world left in it must not be found.
         store = PrefixStore(f"flexcomm/{next(_worlds)}", store)
         dist.init_process_group(backend, store=store, rank=announced.rank, world_size=announced.size, timeout=timeout)
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, ValueError) as error:
         raise TransportUnavailableError(
             f"rank {announced.rank} of {announced.size} could not meet the others at {url} "
             f"within {timeout_s:g} s: {str(error).splitlines()[0]}. Check that every rank was started, and that this "
@@ -84,16 +88,23 @@ def start_torch(announced: Announcement, *, control: Transport | None, timeout_s
 
 
 def find_meeting(announced: Announcement, control: Transport | None, environ: Mapping[str, str]) -> Meeting:
-    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return Meeting(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     if control is not None:
-        return meet_over(control)
+        return meet_over(control, environ)
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return Meeting(environ["MASTER_ADDR"], port_from(environ))
     if "SLURM_STEP_NODELIST" in environ:
         return meeting_from_slurm(environ)
     raise TransportUnavailableError(
         f"{announced.launcher} started {announced.size} ranks, but nothing tells them where to meet. Install mpi4py "
         f"(pip install 'flexcomm[mpi]') under mpirun, or set MASTER_ADDR and MASTER_PORT to a place on rank 0's node."
     )
+
+
+def port_from(environ: Mapping[str, str]) -> int:
+    text = environ["MASTER_PORT"]
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise TransportUnavailableError(f"MASTER_PORT={text!r} is not a port: set a number from 1 to 65535.")
+    return int(text)
 
 
 def meeting_from_slurm(environ: Mapping[str, str]) -> Meeting:
@@ -112,35 +123,65 @@ def first_host(nodelist: str) -> str:
     return match.group(1) + (match.group(2) or "")
 
 
-def meet_over(control: Transport) -> Meeting:
-    """Rank 0 opens a store; all ranks settle on the first of its addresses that every one of them reaches."""
-    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) if control.rank == 0 else None  # noqa: S104
-    record = torch.zeros(RECORD_BYTES, dtype=torch.uint8)
-    if store is not None:
-        text = bytearray(encode_offer(store.port))
+@dataclass(frozen=True)
+class Offer:
+    """What rank 0 tells the others: its host, and a port at one of these addresses, open already or not."""
+
+    host: str
+    port: int
+    addresses: list[str]
+    is_open: bool
+
+    def encoded(self) -> Tensor:
+        text = bytearray(json.dumps(asdict(self)).encode())
+        record = torch.zeros(RECORD_BYTES, dtype=torch.uint8)
         record[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
-    offer = json.loads(bytes(control.broadcast(record).wait().tolist()).rstrip(b"\0"))
-    port, addresses = int(offer["port"]), [str(address) for address in offer["addresses"]]
-    same_host = offer["host"] == socket.gethostname()
-    ways = [own_interface_towards(address, port, same_host=same_host) for address in addresses]
+        return record
+
+    @staticmethod
+    def decoded(record: Tensor) -> Offer:
+        fields = json.loads(bytes(record.tolist()).rstrip(b"\0"))
+        addresses = [str(address) for address in fields["addresses"]]
+        return Offer(str(fields["host"]), int(fields["port"]), addresses, bool(fields["is_open"]))
+
+
+def meet_over(control: Transport, environ: Mapping[str, str]) -> Meeting:
+    """Where rank 0 says: at the place its environment names, or at a store it opens on a free port."""
+    store, record = None, torch.zeros(RECORD_BYTES, dtype=torch.uint8)
+    if control.rank == 0:
+        store, offer = make_offer(environ)
+        record = offer.encoded()
+    offer = Offer.decoded(control.broadcast(record).wait())
+    if not offer.is_open:
+        return Meeting(offer.addresses[0], offer.port)
+    return Meeting(settle_on_address(offer, control), offer.port, store)
+
+
+def make_offer(environ: Mapping[str, str]) -> tuple[TCPStore | None, Offer]:
+    """Loopback comes first: it is all that ranks of one host need."""
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return None, Offer(socket.gethostname(), port_from(environ), [environ["MASTER_ADDR"]], is_open=False)
+    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # noqa: S104
+    others = [address for _, address in own_interfaces() if not address.startswith("127.")]
+    return store, Offer(socket.gethostname(), store.port, ["127.0.0.1", *others[:MOST_ADDRESSES]], is_open=True)
+
+
+def settle_on_address(offer: Offer, control: Transport) -> str:
+    """The first address that every rank reaches; gloo is pointed at the interface that leads there."""
+    same_host = offer.host == socket.gethostname()
+    ways = [own_interface_towards(address, offer.port, same_host=same_host) for address in offer.addresses]
     reached = torch.tensor([way is not None for way in ways], dtype=torch.uint8)
     by_all = control.all_gather(reached).wait().all(dim=0).tolist()
     if not any(by_all):
+        mine = [address for address, way in zip(offer.addresses, ways, strict=True) if way is not None]
         raise TransportUnavailableError(
-            f"no address of rank 0 ({', '.join(addresses)}; port {port}) is reachable from every rank; from rank "
-            f"{control.rank}: {[address for address, way in zip(addresses, ways, strict=True) if way]}. Open the port "
-            f"range in the firewall, or set MASTER_ADDR and MASTER_PORT."
+            f"no address of rank 0 ({', '.join(offer.addresses)}; port {offer.port}) is reachable from all; "
+            f"rank {control.rank} reaches {mine or 'none'}. Open the port range in the firewall, or set MASTER_ADDR "
+            f"and MASTER_PORT on rank 0."
         )
     chosen = by_all.index(True)
     use_interface(ways[chosen])
-    return Meeting(addresses[chosen], port, store)
-
-
-def encode_offer(port: int) -> bytes:
-    """Rank 0's host, port and addresses; loopback first, which is all that ranks of one host need."""
-    others = [address for _, address in own_interfaces() if not address.startswith("127.")]
-    offer = {"host": socket.gethostname(), "port": port, "addresses": ["127.0.0.1", *others[:64]]}
-    return json.dumps(offer).encode()
+    return offer.addresses[chosen]
 
 
 def own_interfaces() -> list[tuple[str, str]]:
@@ -159,7 +200,7 @@ def own_interfaces() -> list[tuple[str, str]]:
 
 
 def own_interface_towards(address: str, port: int, *, same_host: bool) -> str | None:
-    """The interface of this host that leads to ``address``; ``None`` if rank 0 does not answer there."""
+    """The interface of this host that leads to rank 0's ``address``; empty if unknown, ``None`` if there is none."""
     if address.startswith("127.") and not same_host:
         return None
     try:
@@ -167,7 +208,7 @@ def own_interface_towards(address: str, port: int, *, same_host: bool) -> str | 
             own_address = connection.getsockname()[0]
     except OSError:
         return None
-    return next((name for name, candidate in own_interfaces() if candidate == own_address), "lo")
+    return next((name for name, candidate in own_interfaces() if candidate == own_address), "")
 
 
 def use_interface(name: str | None) -> None:

@@ -131,6 +131,26 @@ def exchange_may_be_one_sided_or_empty(transport: Transport, device: str) -> Non
         require_equal(transport, got, x, "a one-sided message")
 
 
+def an_input_may_be_part_of_its_output(transport: Transport, device: str) -> None:
+    rows = [numbers(rank, (6,), torch.float32, device) for rank in range(transport.size)]
+    out = torch.zeros(transport.size, 6, device=device)
+    out[transport.rank] = rows[transport.rank]
+    transport.all_gather(out[transport.rank], out).wait()
+    require_equal(transport, out, torch.stack(rows), "all_gather of a part of its own output")
+    parts = torch.stack(rows)
+    expected = parts[transport.rank] * transport.size
+    transport.reduce_scatter(parts, parts[transport.rank]).wait()
+    require_equal(transport, parts[transport.rank], expected, "reduce_scatter into a part of its own input")
+
+
+def a_view_travels_as_the_numbers_it_shows(transport: Transport, device: str) -> None:
+    x = torch.tensor([1 + 2j, 3 - 4j], device=device) * (transport.rank + 1)
+    gathered = transport.all_gather(x.conj()).wait()
+    for rank, row in enumerate(gathered):
+        expected = torch.tensor([1 - 2j, 3 + 4j], device=device) * (rank + 1)
+        require_equal(transport, row, expected, "all_gather of a conjugate view")
+
+
 def several_are_under_way_at_once(transport: Transport, device: str) -> None:
     """Started in one order, waited for in the other; inputs are dropped, so only the handles keep them alive."""
     started = [transport.all_gather(numbers(transport.rank + i, (1000 + i,), torch.float32, device)) for i in range(8)]
@@ -168,6 +188,9 @@ def what_cannot_be_carried_is_refused_before_anything_starts(transport: Transpor
         lambda: transport.broadcast(x, transport.size),
         lambda: transport.exchange([(transport.size, x)], []),
         lambda: transport.all_reduce(x.to_sparse()),
+        lambda: transport.all_reduce(torch.ones(1, device=device).expand(4)),
+        lambda: transport.broadcast(torch.ones(2, device=device, dtype=torch.complex64).conj()),
+        lambda: transport.exchange([], [(0, torch.empty(4, device="meta"))]),
     )
     for number, attempt in enumerate(refused):
         try:
@@ -188,6 +211,8 @@ TRANSPORT_LAWS: tuple[Callable[[Transport, str], None], ...] = (
     broadcast_holds_the_roots_tensor,
     exchange_carries_messages_in_order,
     exchange_may_be_one_sided_or_empty,
+    an_input_may_be_part_of_its_output,
+    a_view_travels_as_the_numbers_it_shows,
     several_are_under_way_at_once,
     a_handle_can_be_waited_for_again,
     a_barrier_is_passed_by_all_or_none,

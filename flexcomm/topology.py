@@ -137,25 +137,33 @@ def read_launcher(environ: Mapping[str, str]) -> Announcement:
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         return announcement_from(TORCHRUN, environ)
-    openmpi, pmi, by_hand = (announcement_if_any(kind, environ) for kind in (OPENMPI, PMI, TORCHRUN))
+    openmpi, pmi = (announcement_if_any(launcher, environ) for launcher in (OPENMPI, PMI))
     slurm = read_slurm_step(environ)
-    # `srun --mpi=pmi2` sets PMI_* too, and Slurm then knows more; Hydra's proxies under srun number other things.
-    if pmi and slurm and (pmi.rank, pmi.size) == (slurm.rank, slurm.size):
+    # `srun --mpi=pmi2` sets PMI_* too, and Slurm then knows more. Hydra, whose proxies srun may start, tells them.
+    if pmi and slurm and pmi.local_rank is None and (pmi.rank, pmi.size) == (slurm.rank, slurm.size):
         pmi = None
     found = openmpi or pmi or slurm
-    if found and by_hand:
-        check_same_place(found, by_hand)
-    if found:
-        return found
-    return (
-        replace(by_hand, launcher="environment")
-        if by_hand
-        else Announcement("none", node=0, local_rank=0, local_size=1)
-    )
+    if found is None:
+        return read_without_launcher(environ)
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        check_same_place(found, announcement_from(TORCHRUN, environ))
+    return found
+
+
+def read_without_launcher(environ: Mapping[str, str]) -> Announcement:
+    by_hand = announcement_if_any(TORCHRUN, environ)
+    if by_hand is not None:
+        return replace(by_hand, launcher="environment")
+    if "PMIX_RANK" in environ:
+        raise TopologyError(
+            f"a PMIx launcher started this process (PMIX_RANK={environ['PMIX_RANK']}), but announced no size. Start "
+            f"with mpirun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."
+        )
+    return Announcement("none", node=0, local_rank=0, local_size=1)
 
 
 def announcement_if_any(launcher: Launcher, environ: Mapping[str, str]) -> Announcement | None:
-    names = launcher.rank + launcher.size
+    names = launcher.rank + launcher.size + launcher.local_rank + launcher.local_size
     return announcement_from(launcher, environ) if any(name in environ for name in names) else None
 
 
@@ -163,10 +171,10 @@ def announcement_from(launcher: Launcher, environ: Mapping[str, str]) -> Announc
     """What ``launcher`` announced, checked for being whole and possible."""
     rank, size = (first_number(names, environ) for names in (launcher.rank, launcher.size))
     if rank is None or size is None:
-        missing = launcher.rank if rank is None else launcher.size
+        missing = [*(launcher.rank if rank is None else ()), *(launcher.size if size is None else ())]
         raise TopologyError(
-            f"{launcher.name} announced only part of this rank's place: {seen(launcher, environ)}, but not "
-            f"{' or '.join(missing)}. Start the program through the launcher itself, or unset the variables above."
+            f"{launcher.name} announced only part of this rank's place: {seen(launcher, environ) or 'nothing'}, but "
+            f"not {' and '.join(missing)}. Start the program through the launcher itself, or unset the variables above."
         )
     node, local_rank, local_size = (
         first_number(names, environ) for names in (launcher.node, launcher.local_rank, launcher.local_size)
@@ -329,4 +337,6 @@ def from_mesh(mesh: DeviceMesh, *, rank: int, inter: str, intra: str) -> Topolog
     rows = (mesh.mesh if names[0] == inter else mesh.mesh.T).tolist()
     # A slice of a larger job counts its own ranks from 0.
     position = {rank: number for number, rank in enumerate(sorted(chain.from_iterable(rows)))}
+    if rank not in position:
+        raise TopologyError(f"rank {rank} is not in this mesh of ranks {rows}: let only its ranks call connect_mesh.")
     return Topology(position[rank], tuple(tuple(position[rank] for rank in row) for row in rows), "mesh")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
+from flexcomm.abort import abort_job_on_exception
 from flexcomm.agreement import Agreement
-from flexcomm.cabling import Cable, Cabling, check_cable, join_mpi_job
+from flexcomm.cabling import Cable, Cabling, check_cable, check_timeout, join_mpi_job, nccl_is_usable
 from flexcomm.errors import ConfigMismatchError, TopologyError
 from flexcomm.rendezvous import check_torch_place
 from flexcomm.topology import (
@@ -23,7 +24,7 @@ from flexcomm.topology import (
     ranks_per_node_from,
     read_launcher,
 )
-from flexcomm.transport.mpi_job import place_in_shared_memory
+from flexcomm.transport.mpi_job import place_in_shared_memory, started_communicator
 from flexcomm.version import __version__
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class World:
     def agree(self, fields: Mapping[str, object]) -> None:
         """Return when ``fields`` are equal on all ranks, else raise ``ConfigMismatchError`` on all of them.
 
-        One small collective when these values are new, none when they were agreed before.
+        One small collective when these values are new, none when they were agreed before: ranks that use different
+        values, each agreed earlier, are not found here. What changes from step to step belongs into what is sent.
         """
         self._agreement.check(fields)
 
@@ -98,8 +100,10 @@ def connect(
     variable ``FLEXCOMM_RANKS_PER_NODE``) splits the ranks into nodes of that many, whatever the hosts are. No wait on
     this world blocks longer than ``timeout_s``. torch's default process group is started too, unless it is there.
     """
+    abort_on_exception_if_mpi_is_up()
     check_cable(intra)
     check_cable(inter)
+    check_timeout(timeout_s)
     announced = announcement()
     if ranks_per_node is None:
         ranks_per_node = ranks_per_node_from(os.environ)
@@ -125,6 +129,7 @@ def assemble(cabling: Cabling, intra: Cable, inter: Cable, ranks_per_node: int |
             "inter": inter,
             "ranks_per_node": ranks_per_node,
             "timeout_s": cabling.timeout_s,
+            "NCCL usable": nccl_is_usable(),
         }
     )
     if ranks_per_node is not None:
@@ -132,7 +137,8 @@ def assemble(cabling: Cabling, intra: Cable, inter: Cable, ranks_per_node: int |
     else:
         members = find_members(announced, control, cabling.comm)
     topology = Topology(announced.rank, members, announced.launcher)
-    device = own_device(topology.local_rank)
+    # `ranks_per_node` may split a host into several nodes, whose local ranks must not meet on one device.
+    device = own_device(topology.local_rank if announced.local_rank is None else announced.local_rank)
     world = World(
         topology,
         cabling.lay(intra, topology.members),
@@ -153,19 +159,29 @@ def connect_mesh(
 
     Its groups carry the data; they stay the mesh's own, and closing this world leaves them open.
     """
+    abort_on_exception_if_mpi_is_up()
+    check_timeout(timeout_s)
     topology = from_mesh(mesh, rank=dist.get_rank(), inter=inter, intra=intra)
-    announced = Announcement("mesh", topology.rank, topology.size)
-    cabling = Cabling(announced, None, timeout_s)
+    cabling = Cabling(Announcement("mesh", dist.get_rank(), dist.get_world_size()), None, timeout_s)
     control = cabling.join_slice(sorted(mesh.mesh.flatten().tolist()))
+    agreement = Agreement(control)
+    agreement.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
     return World(
         topology,
         cabling.adopt(mesh.get_group(intra), mesh.device_type),
         cabling.adopt(mesh.get_group(inter), mesh.device_type),
         control,
         torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu"),
-        Agreement(control),
+        agreement,
         cabling.closers,
     )
+
+
+def abort_on_exception_if_mpi_is_up() -> None:
+    """First of all: a rank that fails alone while it connects would wait for the others in ``MPI_Finalize``."""
+    comm = started_communicator()
+    if comm is not None:
+        abort_job_on_exception(comm)
 
 
 def own_device(local_rank: int) -> torch.device:
@@ -183,7 +199,7 @@ def announcement() -> Announcement:
     if not dist.is_initialized():
         return announced
     if announced.launcher == "none":
-        return replace(announced, launcher="torch", rank=dist.get_rank(), size=dist.get_world_size())
+        return Announcement("torch", dist.get_rank(), dist.get_world_size())
     check_torch_place(announced)
     return announced
 

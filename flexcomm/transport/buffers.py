@@ -19,13 +19,15 @@ __all__ = [
     "as_bytes",
     "check_counts",
     "check_peer",
+    "check_plain",
     "check_reducible",
-    "check_strided",
+    "check_writable",
     "gather_output",
     "gatherv_output",
     "landing",
     "landing_filled",
     "readable",
+    "readable_beside",
     "scatter_output",
 ]
 
@@ -43,8 +45,9 @@ REDUCIBLE = (
 
 def readable(x: Tensor, *, in_reach: bool) -> Tensor:
     """``x`` flat and contiguous; on the host, complete, where the cable cannot reach ``x`` itself."""
-    check_strided(x)
-    flat = x.detach().reshape(-1)
+    check_plain(x)
+    # A conjugate or negative view holds other bytes than its numbers say.
+    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
     if in_reach:
         return flat.contiguous()
     staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
@@ -68,7 +71,7 @@ class Landing:
 
 def landing(target: Tensor, *, in_reach: bool) -> Landing:
     """A flat contiguous buffer for ``target``: its own memory where that is possible."""
-    check_strided(target)
+    check_writable(target)
     if in_reach and target.is_contiguous():
         return Landing(target.detach().view(-1), target)
     device = target.device if in_reach else torch.device("cpu")
@@ -77,7 +80,17 @@ def landing(target: Tensor, *, in_reach: bool) -> Landing:
 
 def landing_filled(target: Tensor, *, in_reach: bool) -> Landing:
     """As :func:`landing`, the buffer holding what ``target`` holds: for verbs that work in place."""
+    check_writable(target)
     return Landing(readable(target, in_reach=in_reach), target)
+
+
+def readable_beside(x: Tensor, place: Landing, *, in_reach: bool) -> Tensor:
+    """As :func:`readable`, in other memory than ``place``: backends differ on inputs that are part of the output."""
+    source = readable(x, in_reach=in_reach)
+    start, end = source.data_ptr(), source.data_ptr() + source.nbytes
+    other_start, other_end = place.buffer.data_ptr(), place.buffer.data_ptr() + place.buffer.nbytes
+    overlaps = source.device == place.buffer.device and start < other_end and other_start < end
+    return source.clone() if overlaps else source
 
 
 def as_bytes(flat: Tensor) -> Tensor:
@@ -86,11 +99,26 @@ def as_bytes(flat: Tensor) -> Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
-def check_strided(x: Tensor) -> None:
-    if x.layout is not torch.strided or x.device.type == "meta":
+def check_plain(x: Tensor) -> None:
+    """Raise unless ``x`` is plain memory of this process or its GPU."""
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
         raise InvalidTensorError(
-            f"a tensor of layout {x.layout} on {x.device} has no plain memory to send. Pass x.to_dense(), or a tensor "
-            f"that holds data."
+            f"a {type(x).__name__} is not one piece of memory to send. Pass a plain tensor: x.to_local() of a DTensor."
+        )
+    if x.layout is not torch.strided or x.device.type not in ("cpu", "cuda"):
+        raise InvalidTensorError(
+            f"a tensor of layout {x.layout} on {x.device} has no plain memory to send. Pass x.to_dense(), or move it "
+            f"to the host or a CUDA device."
+        )
+
+
+def check_writable(x: Tensor) -> None:
+    """Raise unless every element of ``x`` is memory of its own, holding what it says."""
+    check_plain(x)
+    if x.is_conj() or x.is_neg() or any(step == 0 and n > 1 for step, n in zip(x.stride(), x.shape, strict=True)):
+        raise InvalidTensorError(
+            f"a tensor of shape {list(x.shape)} that is expanded, conjugated or negated cannot be written. Pass "
+            f"x.clone(), or the tensor behind it."
         )
 
 

@@ -16,9 +16,9 @@ import torch
 __all__ = ["mpi_is_cuda_aware"]
 
 PROBE = """
-import torch
+import sys, torch
 from mpi4py import MPI
-sent = torch.arange(1024, dtype=torch.int32, device="cuda")
+sent = torch.arange(1024, dtype=torch.int32, device=f"cuda:{sys.argv[1]}")
 received = torch.zeros_like(sent)
 torch.cuda.synchronize()
 buffer = lambda x: [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.INT32_T]
@@ -27,7 +27,9 @@ MPI.COMM_SELF.Sendrecv(buffer(sent), 0, recvbuf=buffer(received), source=0)
 raise SystemExit(0 if torch.equal(sent, received) else 1)
 """
 PROBE_TIMEOUT_S = 60.0
-LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYD", "MPI_LOCAL")
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYD", "MPI_LOCAL", "SLURM_")
+CHOICE_PREFIXES = ("OMPI_ALLOW_", "PRTE_ALLOW_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_opal_cuda")
+"""What people set to choose how Open MPI moves data; the rest of ``OMPI_MCA_*`` is the launcher's own state."""
 
 
 @cache
@@ -37,7 +39,7 @@ def mpi_is_cuda_aware() -> bool:
         return False
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", PROBE],
+            [sys.executable, "-c", PROBE, str(torch.cuda.current_device())],
             env=alone(os.environ),
             capture_output=True,
             timeout=PROBE_TIMEOUT_S,
@@ -50,9 +52,8 @@ def mpi_is_cuda_aware() -> bool:
 
 def alone(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
     """The environment without the launcher's variables: the child is a job of one, not this job's rank again."""
-    kept_choices = ("OMPI_ALLOW_", "OMPI_MCA_", "PRTE_ALLOW_")
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(kept_choices) or not name.startswith(LAUNCHER_PREFIXES)
+        if name.startswith(CHOICE_PREFIXES) or not name.startswith(LAUNCHER_PREFIXES)
     }

@@ -8,8 +8,9 @@ from flexcomm.errors import InvalidTensorError
 from flexcomm.transport.buffers import (
     check_counts,
     check_peer,
+    check_plain,
     check_reducible,
-    check_strided,
+    check_writable,
     gather_output,
     gatherv_output,
     scatter_output,
@@ -37,32 +38,35 @@ class LoopbackTransport:
         self.timeout_s = timeout_s
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-        check_strided(x)
+        check_plain(x)
         out = gather_output(x, out, self.size)
+        check_writable(out)
         out.detach()[0].copy_(x.detach())
         return self._finished(out)
 
     def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
-        check_strided(x)
+        check_plain(x)
         check_counts(x, counts, self.rank, self.size)
         out = gatherv_output(x, counts, out)
+        check_writable(out)
         out.detach().copy_(x.detach().reshape(-1))
         return self._finished((out,))
 
     def all_reduce(self, x: Tensor) -> Operation[Tensor]:
-        check_strided(x)
+        check_writable(x)
         check_reducible(x)
         return self._finished(x)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-        check_strided(x)
+        check_plain(x)
         check_reducible(x)
         out = scatter_output(x, out, self.size)
+        check_writable(out)
         out.detach().copy_(x.detach()[0])
         return self._finished(out)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
-        check_strided(x)
+        check_writable(x)
         check_peer(root, self.size)
         return self._finished(x)
 
@@ -82,9 +86,12 @@ def copy_to_self(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], rank: int, size: int
 ) -> tuple[Tensor, ...]:
     """Fill what ``rank`` receives from itself, and return all that is received, in order."""
-    for peer, x in (*sends, *receives):
+    for peer, x in sends:
         check_peer(peer, size)
-        check_strided(x)
+        check_plain(x)
+    for peer, x in receives:
+        check_peer(peer, size)
+        check_writable(x)
     own_sends = [x for peer, x in sends if peer == rank]
     own_receives = [x for peer, x in receives if peer == rank]
     if [(x.dtype, x.numel()) for x in own_sends] != [(x.dtype, x.numel()) for x in own_receives]:

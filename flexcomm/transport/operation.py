@@ -14,10 +14,6 @@ __all__ = ["Expired", "Finished", "Operation", "Request"]
 
 T = TypeVar("T")
 
-# A backend may write into the buffers of an operation nobody waits for any longer. They stay alive here until the
-# process ends: a leak of one operation's size, in a job that is about to end, against silent memory corruption.
-_abandoned: list[object] = []
-
 
 class Expired(Exception):  # noqa: N818  (a signal between a request and its operation; users see DeadlineExceededError)
     """A request did not finish within the time it was given."""
@@ -42,6 +38,16 @@ class Finished:
         return True
 
 
+# A backend may write into the buffers of an operation nobody waits for any longer, so they stay alive here until it is
+# done. For one that never gets done that is a leak, in a job about to end, against silent memory corruption.
+_abandoned: list[tuple[Request, object]] = []
+
+
+def keep_until_done(request: Request, buffers: object) -> None:
+    _abandoned[:] = [(other, kept) for other, kept in _abandoned if not other.done()]
+    _abandoned.append((request, buffers))
+
+
 class Operation(Generic[T]):
     """The handle every transport returns. ``keep`` holds what the backend reads and writes."""
 
@@ -61,7 +67,7 @@ class Operation(Generic[T]):
             try:
                 self._request.wait(self._timeout_s)
             except BaseException as error:
-                _abandoned.append(self)
+                keep_until_done(self._request, self._keep)
                 if isinstance(error, Expired):
                     raise self._deadline_error() from error.__cause__
                 raise
@@ -75,7 +81,7 @@ class Operation(Generic[T]):
 
     def __del__(self) -> None:
         if self._deliver is not None and not self._request.done():
-            _abandoned.append((self._request, self._keep))
+            keep_until_done(self._request, self._keep)
 
     def _deadline_error(self) -> DeadlineExceededError:
         since_start_s = time.monotonic() - self._started_s

@@ -34,6 +34,9 @@ class MPIRequest:
     """The requests of one verb, tested by whoever comes first: the rank that waits or the progress thread."""
 
     def __init__(self, requests: list[MPI.Request], where: str) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI  # Kept: a handle may die when the interpreter ends, too late to import anything.
         self._requests = requests
         self._where = where
         self._lock = threading.Lock()
@@ -62,11 +65,9 @@ class MPIRequest:
             raise self._error
 
     def _test(self) -> None:
-        from mpi4py import MPI
-
         try:
-            self._finished = self._finished or MPI.Request.Testall(self._requests)
-        except MPI.Exception as error:
+            self._finished = self._finished or self._mpi.Request.Testall(self._requests)
+        except self._mpi.Exception as error:
             self._finished = True
             self._error = TransportError(f"{self._where} failed: {error.Get_error_string()}")
             self._error.__cause__ = error

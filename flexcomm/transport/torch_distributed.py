@@ -8,13 +8,14 @@ at 1 KiB: 0.8 ms, against 2.7 ms for the padded gather).
 from __future__ import annotations
 
 import re
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from flexcomm.errors import InvalidTensorError, PeerLostError, TransportError
+from flexcomm.errors import DeadlineExceededError, InvalidTensorError, PeerLostError, TransportError
 from flexcomm.transport.buffers import (
     as_bytes,
     check_counts,
@@ -25,6 +26,7 @@ from flexcomm.transport.buffers import (
     landing,
     landing_filled,
     readable,
+    readable_beside,
     scatter_output,
 )
 from flexcomm.transport.loopback import copy_to_self
@@ -49,10 +51,15 @@ class TorchTransport:
         self.size = dist.get_world_size(group)
         self.timeout_s = timeout_s
         self._group = group
+        self._closed = False
+
+    def __str__(self) -> str:
+        return f"{self.name} on rank {self.rank} of {self.size}"
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         out = gather_output(x, out, self.size)
-        source, place = self._readable(x), landing(out, in_reach=self._reaches(out))
+        place = landing(out, in_reach=self._reaches(out))
+        source = readable_beside(x, place, in_reach=self._reaches(x))
         work = self._start(
             lambda: dist.all_gather_single(as_bytes(place.buffer), as_bytes(source), self._group, async_op=True)
         )
@@ -74,7 +81,8 @@ class TorchTransport:
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_reducible(x)
         out = scatter_output(x, out, self.size)
-        source, place = self._readable(x), landing(out, in_reach=self._reaches(out))
+        place = landing(out, in_reach=self._reaches(out))
+        source = readable_beside(x, place, in_reach=self._reaches(x))
         work = self._start(lambda: dist.reduce_scatter_single(place.buffer, source, group=self._group, async_op=True))
         return self._operation("reduce_scatter", work, place.deliver, keep=(source, place))
 
@@ -90,7 +98,7 @@ class TorchTransport:
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Operation[tuple[Tensor, ...]]:
         received = copy_to_self(sends, receives, self.rank, self.size)
-        sources = [(peer, self._readable(x)) for peer, x in sends if self._crosses(peer, x)]
+        sources = [(peer, readable(x, in_reach=self._reaches(x))) for peer, x in sends if self._crosses(peer, x)]
         places = [(peer, landing(x, in_reach=self._reaches(x))) for peer, x in receives if self._crosses(peer, x)]
         messages = [
             *(
@@ -112,8 +120,11 @@ class TorchTransport:
         work = self._start(lambda: dist.barrier(self._group, async_op=True))
         return self._operation("barrier", work, lambda: None)
 
-    def _readable(self, x: Tensor) -> Tensor:
-        return readable(x, in_reach=self._reaches(x))
+    def close(self) -> None:
+        """Give the group back, unless torch has been closed with all its groups. Verbs raise from then on."""
+        self._closed = True
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def _crosses(self, peer: int, x: Tensor) -> bool:
         return peer != self.rank and x.numel() > 0
@@ -128,16 +139,21 @@ class TorchTransport:
 
     def _start(self, start: Callable[[], dist.Work | list[dist.Work] | None]) -> Request:
         """Start work and translate what the backend raises; a group whose peer is known dead refuses here already."""
+        if self._closed:
+            raise TransportError(f"{self}: this world is closed. Connect again, or close it later.")
         try:
             work = start()
         except RuntimeError as error:
-            raise translated(error, self) from error
+            reason = translated(error, self)
+            if isinstance(reason, Expired):
+                raise DeadlineExceededError(f"{self} could not start within {self.timeout_s:g} s: {reason}.") from error
+            raise reason from error
         if work is None:
             return Finished()
         return TorchRequest(work if isinstance(work, list) else [work], self)
 
     def _operation(self, verb: str, request: Request, deliver: Callable[[], T], keep: object = None) -> Operation[T]:
-        what = f"{verb} over {self.name} on rank {self.rank} of {self.size}"
+        what = f"{verb} over {self}"
         return Operation(what, request, deliver, timeout_s=self.timeout_s, keep=keep)
 
 
@@ -149,9 +165,13 @@ class TorchRequest:
         self._transport = transport
 
     def wait(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
         for work in self._works:
             try:
-                work.wait(timedelta(seconds=timeout_s))
+                if self._transport.name == "nccl":
+                    work.wait()  # A timeout would make the host wait for the device. The group's watchdog has one.
+                else:
+                    work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 raise translated(error, self._transport) from error
 
@@ -162,14 +182,14 @@ class TorchRequest:
 def translated(error: RuntimeError, transport: TorchTransport) -> Exception:
     """The error of this library that says what torch's says. torch has one exception type, so its words must do."""
     words = gist(str(error))
-    where = f"{transport.name} on rank {transport.rank} of {transport.size}"
     if "timed out" in words.lower() or "timeout" in words.lower():
         return Expired(words)
     if any(sign in words.lower() for sign in ("connection", "broken pipe", "peer")):
-        return PeerLostError(f"{where}: a peer is gone ({words}). The first rank that failed says why.")
-    return TransportError(f"{where} failed: {words}")
+        return PeerLostError(f"{transport}: a peer is gone ({words}). The first rank that failed says why.")
+    return TransportError(f"{transport} failed: {words}")
 
 
 def gist(text: str) -> str:
     """The first line of a backend's words, without the source file it came from and its general advice."""
-    return re.sub(r"^\[\S+\] ", "", text.strip().splitlines()[0]).split(". This is typically")[0]
+    first = next(iter(text.strip().splitlines()), "no reason given")
+    return re.sub(r"^\[\S+\] ", "", first).split(". This is typically")[0]

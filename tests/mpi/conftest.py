@@ -6,13 +6,14 @@ for it in a collective, and would wait for ever.
 
 from __future__ import annotations
 
-import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from mpi4py import MPI
 
 import flexcomm
+from flexcomm.abort import FORWARDING_S, write_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
     report = yield
     if report.failed:
         text = f"\n[rank {RANK}] FAILED {item.nodeid} ({report.when})\n{report.longreprtext}\n"
-        os.write(2, text.encode())
+        write_at_once(text)
+        time.sleep(FORWARDING_S)
         MPI.COMM_WORLD.Abort(1)
     return report
 

@@ -10,9 +10,10 @@ from mpi4py import MPI
 
 import flexcomm
 from flexcomm import testing
-from flexcomm.errors import DeadlineExceededError, InvalidTensorError
+from flexcomm.errors import DeadlineExceededError, InvalidTensorError, TransportError
 from flexcomm.transport import LoopbackTransport, MPITransport
 from flexcomm.transport import mpi as mpi_room
+from flexcomm.transport.mpi_job import meet
 
 pytestmark = pytest.mark.mpi
 
@@ -57,6 +58,26 @@ def test_a_deadline_is_kept_and_the_communicator_goes_on(world: flexcomm.World) 
     if late is not None:
         (received,) = late.wait()
         assert received.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_do_not_come_to_connect_are_waited_for_no_longer_than_the_deadline(world: flexcomm.World) -> None:
+    comm = MPI.COMM_WORLD.Dup()
+    if world.topology.rank == 0:
+        with pytest.raises(DeadlineExceededError, match=r"rank 0 of \d waited 0\.3 s for the others"):
+            meet(comm, 0.3)
+    world.control.barrier().wait()
+    if world.topology.rank > 0:
+        meet(comm, 30)
+    world.control.barrier().wait()
+
+
+def test_a_closed_world_refuses_and_does_not_crash(world: flexcomm.World) -> None:
+    with flexcomm.connect(timeout_s=30) as other:
+        pass
+    with pytest.raises(TransportError, match="this world is closed"):
+        other.control.all_gather(torch.ones(3))
+    world.control.barrier().wait()
 
 
 def test_a_count_this_mpi_cannot_express_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,9 @@ def test_one_rank_that_raises_ends_the_job_with_its_traceback(launcher: Launcher
 
 
 RAISE_INSIDE_WITH = """
+import sys
 import flexcomm
+sys.stdout.close()
 with flexcomm.connect(timeout_s=60) as world:
     world.control.barrier().wait()
     if world.topology.rank == 1:
@@ -118,9 +120,24 @@ with flexcomm.connect(timeout_s=60) as world:
 
 @every_mpi
 def test_an_exception_that_leaves_a_with_block_ends_the_job_too(launcher: Launcher) -> None:
+    """Also when standard output is closed, and flushing it fails."""
     code, output = run(launcher, RAISE_INSIDE_WITH, ranks=2)
     assert code != 0
     assert "[rank 1] ValueError: this rank failed on purpose" in output
+
+
+FAIL_BEFORE_CONNECTED = """
+from mpi4py import MPI
+import flexcomm
+flexcomm.connect(intra="pigeon" if MPI.COMM_WORLD.Get_rank() == 1 else "auto", timeout_s=60)
+"""
+
+
+@every_mpi
+def test_a_rank_that_fails_before_it_is_connected_ends_the_job_too(launcher: Launcher) -> None:
+    code, output = run(launcher, FAIL_BEFORE_CONNECTED, ranks=2)
+    assert code != 0
+    assert "there is no transport 'pigeon'" in output
 
 
 KILL_RANK_1 = """
@@ -203,18 +220,8 @@ def test_that_fails_on_one_rank(world):
 def test_a_failing_rank_ends_a_test_run_under_mpirun(launcher: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "test_fails.py"
     file.write_text(FAIL_ON_ONE_RANK)
-    pytest_run = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "tests.mpi.conftest",
-        "--with-mpi",
-        "-p",
-        "no:cacheprovider",
-    ]
-    code, output = finish(start(launcher, [*pytest_run, str(file)], ranks=3))
+    options = ["-q", "--with-mpi", "-p", "tests.mpi.conftest", "-p", "no:cacheprovider"]
+    code, output = finish(start(launcher, [sys.executable, "-m", "pytest", *options, str(file)], ranks=3))
     assert code != 0
     assert "[rank 1] FAILED" in output
     assert "assert 1 != 1" in output

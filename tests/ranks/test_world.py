@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import flexcomm
-from flexcomm.errors import ConfigMismatchError, TopologyError
+from flexcomm.errors import ConfigMismatchError, TopologyError, TransportError
 from tests.ranks.processes import observe_ranks, run_ranks
 
 
@@ -153,9 +155,77 @@ def test_a_mismatched_shape_is_named_on_every_rank_and_the_world_goes_on() -> No
     assert all(line in text and "dtype" not in text and total == [3.0] for text, total in texts)
 
 
-def connect_with_other_settings(option: str) -> str:
-    import os
+def disagree_on_one_of_many_fields() -> str:
+    with flexcomm.connect(timeout_s=30) as world:
+        fields: dict[str, object] = {f"shape of tensor {i}": (i, i) for i in range(20_000)}
+        if world.topology.rank == 1:
+            fields |= {"shape of tensor 19999": (1, 1), "only here": True}
+        with pytest.raises(ConfigMismatchError) as caught:
+            world.agree(fields)
+        return str(caught.value)
 
+
+def test_one_field_of_twenty_thousand_that_differs_is_named_alone() -> None:
+    for text in run_ranks(disagree_on_one_of_many_fields, 2):
+        assert "shape of tensor 19999: (19999, 19999) on rank 0; (1, 1) on rank 1" in text
+        assert "only here: (not set) on rank 0; True on rank 1" in text
+        assert text.count("shape of tensor") == 1
+
+
+def use_two_worlds() -> list[float]:
+    first = flexcomm.connect(timeout_s=30)
+    second = flexcomm.connect(timeout_s=30)
+    first.close()
+    total = second.intra.all_reduce(torch.ones(1)).wait().tolist()
+    assert dist.is_initialized()
+    with pytest.raises(TransportError, match="this world is closed"):
+        first.intra.all_reduce(torch.ones(1))
+    second.close()
+    assert not dist.is_initialized()
+    second.close()
+    return total
+
+
+def test_closing_one_world_leaves_the_other_open_and_the_last_one_closes_torch() -> None:
+    assert run_ranks(use_two_worlds, 2) == [[2.0], [2.0]]
+
+
+def connect_to_torch_started_without_a_launcher(ranks_per_node: int | None) -> str:
+    rank, size, port = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    try:
+        with flexcomm.connect(ranks_per_node=ranks_per_node, timeout_s=30) as world:
+            return str(world.topology)
+    except TopologyError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_torch_started_by_hand_needs_to_be_told_the_nodes() -> None:
+    places = run_ranks(connect_to_torch_started_without_a_launcher, 2, 1, environ=BY_HAND)
+    assert places[1] == "rank 1 of 2: node 1 of 2, local rank 0 of 1 (torch)"
+    refusals = run_ranks(connect_to_torch_started_without_a_launcher, 2, None, environ=BY_HAND)
+    assert all("did not tell which ranks share a node" in text for text in refusals)
+
+
+def connect_mesh_after_uneven_groups() -> list[float]:
+    dist.init_process_group("gloo")
+    dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with flexcomm.connect_mesh(mesh, timeout_s=30) as world:
+        total = world.control.all_reduce(torch.ones(1)).wait().tolist()
+    dist.barrier()
+    dist.destroy_process_group()
+    return total
+
+
+def test_a_mesh_of_all_ranks_does_not_mind_other_groups() -> None:
+    assert run_ranks(connect_mesh_after_uneven_groups, 4) == [[4.0]] * 4
+
+
+def connect_with_other_settings(option: str) -> str:
     odd = os.environ["RANK"] == "1"
     with pytest.raises(ConfigMismatchError) as caught:
         if option == "ranks_per_node":
@@ -190,8 +260,6 @@ def test_ranks_per_node_that_does_not_divide_is_refused_everywhere_and_nothing_s
 
 
 def connect_on_unequal_nodes() -> str:
-    import os
-
     rank = int(os.environ["RANK"])
     places = {0: (0, 0, 1), 1: (1, 0, 2), 2: (1, 1, 2), 3: (2, 0, 3), 4: (2, 1, 3), 5: (2, 2, 3)}
     for name, number in zip(("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), places[rank], strict=True):
