@@ -25,7 +25,7 @@ GRACE_S = 10.0
 """How long the other ranks may go on after the first one failed: long enough to see what they make of it."""
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "flexcomm", "flexcomm.testing"])
+context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "flexcomm.testing", "pytest"])
 
 
 @dataclass
