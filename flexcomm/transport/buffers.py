@@ -22,6 +22,7 @@ __all__ = [
     "check_plain",
     "check_reducible",
     "check_writable",
+    "deliver_all",
     "gather_output",
     "gatherv_output",
     "landing",
@@ -82,6 +83,13 @@ def landing_filled(target: Tensor, *, in_reach: bool) -> Landing:
     """As :func:`landing`, the buffer holding what ``target`` holds: for verbs that work in place."""
     check_writable(target)
     return Landing(readable(target, in_reach=in_reach), target)
+
+
+def deliver_all(places: Sequence[tuple[int, Landing]], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What an exchange ``received``, all of it in place."""
+    for _, place in places:
+        place.deliver()
+    return received
 
 
 def readable_beside(x: Tensor, place: Landing, *, in_reach: bool) -> Tensor:

@@ -17,6 +17,7 @@ from flexcomm.transport.buffers import (
     check_counts,
     check_peer,
     check_reducible,
+    deliver_all,
     gather_output,
     gatherv_output,
     landing,
@@ -123,13 +124,7 @@ class MPITransport:
             ],
             *(x for _, x in (*sends, *receives)),
         )
-
-        def deliver() -> tuple[Tensor, ...]:
-            for _, place in places:
-                place.deliver()
-            return received
-
-        return self._operation("exchange", work, deliver, keep=(sources, places))
+        return self._operation("exchange", work, lambda: deliver_all(places, received), keep=(sources, places))
 
     def barrier(self) -> Operation[None]:
         return self._operation("barrier", self._start(self._comm.Ibarrier), lambda: None)

@@ -21,6 +21,7 @@ from flexcomm.transport.buffers import (
     check_counts,
     check_peer,
     check_reducible,
+    deliver_all,
     gather_output,
     gatherv_output,
     landing,
@@ -108,13 +109,7 @@ class TorchTransport:
             *(dist.P2POp(dist.isend, as_bytes(source), group=self._group, group_peer=peer) for peer, source in sources),
         ]
         work = self._start(lambda: dist.batch_isend_irecv(messages)) if messages else Finished()
-
-        def deliver() -> tuple[Tensor, ...]:
-            for _, place in places:
-                place.deliver()
-            return received
-
-        return self._operation("exchange", work, deliver, keep=(sources, places))
+        return self._operation("exchange", work, lambda: deliver_all(places, received), keep=(sources, places))
 
     def barrier(self) -> Operation[None]:
         work = self._start(lambda: dist.barrier(self._group, async_op=True))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexcomm.errors import TopologyError
 from flexcomm.topology import Announcement, Topology, arrange, blocks, expand_tasks_per_node, read_launcher
+
+if TYPE_CHECKING:
+    from random import Random
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -127,6 +134,29 @@ def counted(*places: tuple[int, int]) -> list[Announcement]:
 def test_numbered_nodes_may_hold_ranks_in_any_order() -> None:
     assert arrange(numbered((0, 0), (1, 0), (0, 1), (1, 1))) == ((0, 2), (1, 3))
     assert arrange(numbered((7, 1), (7, 0), (9, 0), (9, 1))) == ((1, 0), (2, 3))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_every_rank_is_found_where_it_was_announced(nodes: int, local_size: int, random: Random) -> None:
+    places = [(node, local_rank) for node in range(nodes) for local_rank in range(local_size)]
+    random.shuffle(places)
+    members = arrange(numbered(*places))
+    assert members is not None
+    assert [members[node][local_rank] for node, local_rank in places] == list(range(len(places)))
+    for rank, (node, local_rank) in enumerate(places):
+        topology = Topology(rank, members, "slurm")
+        assert (topology.node, topology.local_rank) == (node, local_rank)
+        assert topology.pairs[local_rank][node] == rank
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_blocks_are_recognised_exactly_when_their_sizes_are_equal(sizes: list[int]) -> None:
+    announced = counted(*((local_rank, size) for size in sizes for local_rank in range(size)))
+    if len(set(sizes)) == 1:
+        assert arrange(announced) == blocks(sum(sizes), sizes[0])
+    else:
+        with pytest.raises(TopologyError, match="different numbers of ranks"):
+            arrange(announced)
 
 
 def test_blocks_of_ranks_need_no_node_numbers() -> None:
