@@ -26,12 +26,16 @@ _MOST_NODES = 250
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What to emulate: ``nodes`` hosts of ``ranks_per_node`` ranks, on cables of ``rate`` each way."""
+    """What to emulate: ``nodes`` hosts of ``ranks_per_node`` ranks, on cables of ``rate`` each way.
+
+    Each cable is measured for ``probe_s``, and again, for up to ``patience_s``, while it seems not to keep its rate.
+    """
 
     nodes: int
     ranks_per_node: int = 1
     rate: str = "100mbit"
     probe_s: float = 0.15
+    patience_s: float = 20.0
 
     def __post_init__(self) -> None:
         check_counts(self.nodes, self.ranks_per_node)
@@ -127,7 +131,7 @@ def open_cluster(spec: ClusterSpec) -> Iterator[Cluster]:
     start_s = time.perf_counter()
     with leftovers.private_folder() as folder, netns.open_space(folder, spec.nodes) as space:
         cables.connect(space, spec.rate_bits_per_s)
-        rates = ratecheck.measure_rates(space, spec.rate_bits_per_s, spec.probe_s)
+        rates = ratecheck.measure_rates(space, spec.rate_bits_per_s, spec.probe_s, spec.patience_s)
         ratecheck.check_rates(rates, spec.rate_bits_per_s)
         yield Cluster(spec, space, rates, setup_s=time.perf_counter() - start_s)
 

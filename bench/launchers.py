@@ -121,4 +121,4 @@ def _version_text(program: Path) -> str:
 
 
 def _missing(launcher: Launcher, install: str) -> str:
-    return f"the launcher {launcher} was not found in {sys.prefix} nor on the PATH. Install it with `{install}`."
+    return f"the launcher {launcher} was not found in {sys.prefix} nor on the PATH. Install it: `{install}`."

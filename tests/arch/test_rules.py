@@ -75,13 +75,15 @@ def test_foreign_libraries_are_imported_in_their_own_room_only(path: Path) -> No
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_nothing_is_pickled_on_the_way(path: Path) -> None:
     tree = parsed(path)
+    speaks_mpi = "mpi4py" in imported_libraries(tree)
     assert not imported_libraries(tree) & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             called = node.func.attr
             assert not called.endswith(("_object", "_object_list", "_objects")), f"{called} pickles"
-            receiver = ast.unparse(node.func.value).lower()
-            assert not (called in PICKLING_VERBS and "comm" in receiver), f"{receiver}.{called} pickles"
+            receiver = ast.unparse(node.func.value)
+            may_be_mpi = speaks_mpi and receiver not in ("dist", "torch", "self")
+            assert not (called in PICKLING_VERBS and may_be_mpi), f"{receiver}.{called} pickles"
 
 
 def public_modules() -> list[str]:

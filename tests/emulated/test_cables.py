@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from bench import ratecheck
-from bench.cluster import Cluster
+from bench import cables, ratecheck
+from bench.cluster import Cluster, ClusterSpec, open_cluster
 from bench.errors import RateNotKeptError
 
 RECEIVER = """
@@ -73,6 +73,17 @@ def test_counters_of_a_silent_command_stay_near_zero(cluster: Cluster) -> None:
 
 
 def test_a_cable_that_breaks_its_promise_is_refused(cluster: Cluster) -> None:
-    rates = ratecheck.measure_rates(cluster.space, cluster.spec.rate_bits_per_s, duration_s=0.05)
+    rates = ratecheck.measure_rates(cluster.space, cluster.spec.rate_bits_per_s, duration_s=0.05, patience_s=0)
     with pytest.raises(RateNotKeptError, match=r"promised 200mbit.*node0.*sends .*mbit and receives .*mbit"):
         ratecheck.check_rates(rates, 200_000_000)
+
+
+@pytest.mark.usefixtures("emulation")
+def test_a_cluster_whose_cables_are_slower_than_promised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lay = cables.connect
+    monkeypatch.setattr(cables, "connect", lambda space, rate_bits_per_s: lay(space, rate_bits_per_s // 2))
+    with (
+        pytest.raises(RateNotKeptError),
+        open_cluster(ClusterSpec(nodes=2, rate="100mbit", probe_s=0.05, patience_s=0)),
+    ):
+        raise AssertionError("a command could have run on it")

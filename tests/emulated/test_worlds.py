@@ -89,7 +89,7 @@ except flexcomm.PeerLostError as error:
 """
 
 
-def test_survivors_of_a_lost_node_raise_by_name(cluster: Cluster) -> None:
+def test_a_survivor_of_a_lost_node_raises_by_name(cluster: Cluster) -> None:
     finished = cluster.run([sys.executable, "-c", KILL_A_NODE], launcher="torchrun", timeout_s=90)
     assert finished.exit_code != 0
     assert re.search(r"rank [01] lost a peer: gloo on rank 0 of 2: a peer is gone", finished.stdout), finished.stdout

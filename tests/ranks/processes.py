@@ -72,7 +72,10 @@ def observe_ranks(
         there.close()
         ranks.append((process, here))
     try:
-        return collect(ranks, limit_s)
+        outcomes = collect(ranks, limit_s)
+        for outcome in outcomes:
+            check_end(outcome, ranks[outcome.rank][0])
+        return outcomes
     finally:
         for process, pipe in ranks:
             process.kill()
@@ -103,7 +106,7 @@ def be_rank(
     os.environ.update({name: value for name, value in variables.items() if value})
     for name in (name for name, value in variables.items() if not value):
         os.environ.pop(name, None)
-    faulthandler.dump_traceback_later(limit_s, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(max(limit_s - 5, 1), file=sys.__stderr__)
     try:
         pipe.send((body(*args), None))
     except BaseException:
@@ -125,6 +128,14 @@ def collect(ranks: list[tuple[Any, Connection]], limit_s: float) -> list[Outcome
     return [
         outcomes.get(rank) or Outcome(rank, deadline_s, error="did not finish in time") for rank in range(len(ranks))
     ]
+
+
+def check_end(outcome: Outcome, process: Any) -> None:
+    """A rank that returned must also end well: a crash when the interpreter ends is a crash."""
+    if not outcome.failed:
+        process.join(GRACE_S)
+        if process.exitcode != 0:
+            outcome.error = f"returned {outcome.value!r}, but then ended with exit code {process.exitcode}"
 
 
 def receive(rank: int, process: Any, pipe: Connection) -> Outcome:

