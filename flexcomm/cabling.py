@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
-import torch
 import torch.distributed as dist
 
 from flexcomm.abort import abort_job_on_exception
@@ -15,6 +14,7 @@ from flexcomm.rendezvous import start_torch
 from flexcomm.topology import MPI_LAUNCHERS
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
 from flexcomm.transport.mpi_job import library_name, meet, world_communicator
+from flexcomm.transport.torch_distributed import nccl_is_usable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flexcomm.topology import Announcement
     from flexcomm.transport import Transport
 
-__all__ = ["Cable", "Cabling", "check_cable", "check_timeout", "join_mpi_job", "nccl_is_usable"]
+__all__ = ["Cable", "Cabling", "check_cable", "check_timeout", "join_mpi_job"]
 
 Cable = Literal["auto", "nccl", "gloo", "mpi"]
 
@@ -43,10 +43,6 @@ def check_cable(kind: str) -> None:
 def check_timeout(timeout_s: float) -> None:
     if not 0 < timeout_s < float("inf"):
         raise InvalidArgumentError(f"timeout_s={timeout_s} is not a time to wait: pass a number of seconds above 0.")
-
-
-def nccl_is_usable() -> bool:
-    return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def join_mpi_job(announced: Announcement, *, required: bool) -> MPI.Intracomm | None:

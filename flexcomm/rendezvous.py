@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.rendezvous import rendezvous
 
 from flexcomm.errors import TopologyError, TransportUnavailableError
+from flexcomm.transport.torch_distributed import nccl_is_usable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +70,7 @@ def check_torch_place(announced: Announcement) -> None:
 def start_torch(announced: Announcement, *, control: Transport | None, timeout_s: float) -> None:
     """Start torch's default process group over all ranks; ``control`` joins them already where there is an MPI."""
     meeting = find_meeting(announced, control, os.environ)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if nccl_is_usable() else "gloo"
     timeout = timedelta(seconds=timeout_s)
     host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
     url = f"tcp://{host}:{meeting.port}"

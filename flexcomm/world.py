@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flexcomm.abort import abort_job_on_exception
 from flexcomm.agreement import Agreement
-from flexcomm.cabling import Cable, Cabling, check_cable, check_timeout, join_mpi_job, nccl_is_usable
+from flexcomm.cabling import Cable, Cabling, check_cable, check_timeout, join_mpi_job
 from flexcomm.errors import ConfigMismatchError, TopologyError
 from flexcomm.rendezvous import check_torch_place
 from flexcomm.topology import (
@@ -25,6 +25,7 @@ from flexcomm.topology import (
     read_launcher,
 )
 from flexcomm.transport.mpi_job import place_in_shared_memory, started_communicator
+from flexcomm.transport.torch_distributed import nccl_is_usable
 from flexcomm.version import __version__
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def connect(
 
     ``auto`` carries CUDA tensors by NCCL and host tensors by MPI under mpirun, else by gloo. ``ranks_per_node`` (or the
     variable ``FLEXCOMM_RANKS_PER_NODE``) splits the ranks into nodes of that many, whatever the hosts are. No wait on
-    this world blocks longer than ``timeout_s``. torch's default process group is started too, unless it is there.
+    this world blocks longer than ``timeout_s``. Where a launcher was found, torch's default process group is
+    started too, unless it is there.
     """
     abort_on_exception_if_mpi_is_up()
     check_cable(intra)

@@ -108,6 +108,7 @@ class ProgressThread:
 
 
 _thread: ProgressThread | None = None
+_granted: bool | None = None
 
 
 def start_request(requests: list[MPI.Request], where: str) -> MPIRequest:
@@ -135,6 +136,3 @@ def threads_are_free() -> bool:
         if not _granted:
             log.warning("this MPI grants no MPI_THREAD_MULTIPLE: exchanges advance only while a rank waits for them.")
     return _granted
-
-
-_granted: bool | None = None

@@ -38,9 +38,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["TorchTransport"]
+__all__ = ["TorchTransport", "nccl_is_usable"]
 
 T = TypeVar("T")
+
+
+def nccl_is_usable() -> bool:
+    return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 class TorchTransport:
