@@ -6,6 +6,11 @@ import signal
 
 
 def pytest_configure() -> None:
-    """Children must be able to feel Ctrl-C. A shell's background job ignores SIGINT, and so would all it starts."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Children must be able to feel Ctrl-C and a closed terminal.
+
+    A shell's background job ignores SIGINT, ``nohup`` SIGHUP, and all they start inherits that. A handler that does
+    nothing keeps it for this process and, unlike ignoring, ends at its children.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
