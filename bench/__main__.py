@@ -32,6 +32,7 @@ SUBCOMMANDS = (
     Subcommand("demo", "bench.demo", "demo", "Four ranks on two nodes synchronise a tensor."),
     Subcommand("cluster", "bench.cluster_command", "cluster", "Run a command on an emulated cluster of slow links."),
     Subcommand("transport", "bench.transport", "transport", "Latency and overlap of the cables between ranks."),
+    Subcommand("codec", "bench.codec", "codec", "Speed, bits, memory and error of compression."),
     Subcommand("startup", "bench.startup", "startup", "What importing the library costs."),
 )
 

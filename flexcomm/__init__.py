@@ -4,16 +4,31 @@
 between nodes.
 """
 
+from flexcomm.compress import (
+    Compressor,
+    Pipeline,
+    TensorSpec,
+    demo,
+    dense,
+    random_k,
+    sign,
+    striding,
+    threshold,
+    top_k,
+)
 from flexcomm.errors import (
+    CompressorError,
     ConfigMismatchError,
     DeadlineExceededError,
     FlexcommError,
     InvalidArgumentError,
     InvalidTensorError,
+    NonFiniteError,
     PeerLostError,
     TopologyError,
     TransportError,
     TransportUnavailableError,
+    WireError,
 )
 from flexcomm.topology import Topology
 from flexcomm.transport import Handle, Transport
@@ -21,20 +36,33 @@ from flexcomm.version import __version__
 from flexcomm.world import World, connect, connect_mesh
 
 __all__ = [
+    "Compressor",
+    "CompressorError",
     "ConfigMismatchError",
     "DeadlineExceededError",
     "FlexcommError",
     "Handle",
     "InvalidArgumentError",
     "InvalidTensorError",
+    "NonFiniteError",
     "PeerLostError",
+    "Pipeline",
+    "TensorSpec",
     "Topology",
     "TopologyError",
     "Transport",
     "TransportError",
     "TransportUnavailableError",
+    "WireError",
     "World",
     "__version__",
     "connect",
     "connect_mesh",
+    "demo",
+    "dense",
+    "random_k",
+    "sign",
+    "striding",
+    "threshold",
+    "top_k",
 ]

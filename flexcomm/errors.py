@@ -5,6 +5,9 @@
     FlexcommError
     ├── InvalidArgumentError          an argument that can mean nothing here (also a ValueError)
     ├── TopologyError                 who is where cannot be told, or contradicts itself
+    ├── CompressorError               settings no compressor can have (also a ValueError)
+    ├── NonFiniteError                a tensor to be sent holds NaN, infinity or too large a number
+    ├── WireError                     a received payload is damaged, or not the one expected; nothing was written
     ├── ConfigMismatchError           ranks disagree on what must be equal; raised on all of them, before data moves
     └── TransportError                a cable, or what was asked of it
         ├── TransportUnavailableError     not installed, no such device, no way to meet the other ranks
@@ -18,15 +21,18 @@ A backend's own exceptions are translated once, at the transport's edge, and sta
 from __future__ import annotations
 
 __all__ = [
+    "CompressorError",
     "ConfigMismatchError",
     "DeadlineExceededError",
     "FlexcommError",
     "InvalidArgumentError",
     "InvalidTensorError",
+    "NonFiniteError",
     "PeerLostError",
     "TopologyError",
     "TransportError",
     "TransportUnavailableError",
+    "WireError",
 ]
 
 
@@ -36,6 +42,26 @@ class FlexcommError(Exception):
 
 class InvalidArgumentError(FlexcommError, ValueError):
     """An argument that can mean nothing here: a name nobody has, a number out of range."""
+
+
+class CompressorError(FlexcommError, ValueError):
+    """Settings no compressor can have, or a tensor it cannot take; the message lists all that is wrong."""
+
+
+class NonFiniteError(FlexcommError):
+    """A tensor to be sent holds NaN, infinity or a number too large to be summed; nothing was changed."""
+
+
+class WireError(FlexcommError):
+    """A received payload is damaged, or is not the one expected; nothing was written.
+
+    ``sender`` says whose it is, ``field`` which part of it is wrong.
+    """
+
+    def __init__(self, sender: str, field: str, problem: str) -> None:
+        super().__init__(f"the payload of {sender} cannot be used, because of its {field}: {problem}")
+        self.sender = sender
+        self.field = field
 
 
 class TopologyError(FlexcommError):

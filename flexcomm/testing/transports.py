@@ -1,4 +1,4 @@
-"""Conformance checks for what people plug in: write a class with the right methods, and see whether it keeps the laws.
+"""The laws of transports.
 
 Every rank of the group calls a check together. Inputs are small whole numbers, so sums are exact in every dtype and
 results are compared bit by bit. A broken law raises ``AssertionError`` naming it and the rank.

@@ -1,0 +1,29 @@
+"""Compressors: which part of a tensor is sent, and how its values are written. Mathematics only."""
+
+from flexcomm.compress.bases import Dct, Identity
+from flexcomm.compress.pipeline import Compressor, Pipeline, TensorSpec, ValueName, draw_for
+from flexcomm.compress.recipes import demo, dense, random_k, sign, striding, threshold, top_k
+from flexcomm.compress.selectors import Everything, RandomK, Striding, Threshold, TopK, TopRate
+
+__all__ = [
+    "Compressor",
+    "Dct",
+    "Everything",
+    "Identity",
+    "Pipeline",
+    "RandomK",
+    "Striding",
+    "TensorSpec",
+    "Threshold",
+    "TopK",
+    "TopRate",
+    "ValueName",
+    "demo",
+    "dense",
+    "draw_for",
+    "random_k",
+    "sign",
+    "striding",
+    "threshold",
+    "top_k",
+]

@@ -1,0 +1,152 @@
+"""The orthonormal DCT-II as a short list of operations on rows, the same list for every kernel set.
+
+A list, and not a formula: float addition does not associate, so kernel sets agree to the bit only if they add in the
+same order. It follows the stable recursion of Plonka and Tasche (Fast and numerically stable algorithms for discrete
+cosine transforms, 2005): an even length splits into a DCT-II and a DCT-IV of half the length by sums and differences;
+a DCT-IV of even length is plane rotations, two DCT-II and sums and differences. An odd length is a dense product.
+The list computes ``sqrt(n)`` times the orthonormal transform; the caller scales once, by ``1 / sqrt(n)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["ADD_SCALED", "BUTTERFLY", "MIX", "SCALE", "Program", "plan_dct", "plan_inverse_dct"]
+
+BUTTERFLY = 0
+"""(i, j) <- (i + j, i - j)"""
+MIX = 1
+"""(i, j) <- (c0*i + c1*j, c2*i + c3*j)"""
+SCALE = 2
+"""i <- c0*i"""
+ADD_SCALED = 3
+"""i <- i + c0*j"""
+
+_ROOT2 = math.sqrt(2.0)
+
+Step = tuple[int, int, int, tuple[float, float, float, float]]
+Entry = Callable[[int, int, int], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Operations on the rows of a workspace, in order.
+
+    Row ``i`` of the input is put into row ``inputs[i]`` of ``height`` rows, all others are zero; then output ``k`` is
+    in row ``outputs[k]``. ``steps`` holds ``[code, i, j]``, ``factors`` the constants ``[c0, c1, c2, c3]``.
+    """
+
+    height: int
+    inputs: NDArray[np.int32]
+    outputs: NDArray[np.int32]
+    steps: NDArray[np.int32]
+    factors: NDArray[np.float32]
+
+
+@lru_cache(maxsize=64)
+def plan_dct(length: int) -> Program:
+    """Return the list that turns ``length`` rows into ``sqrt(length)`` times their orthonormal DCT-II."""
+    builder = _Builder(length)
+    outputs = builder.dct2(list(range(length)))
+    return _program(builder.height, list(range(length)), outputs, builder.steps)
+
+
+@lru_cache(maxsize=64)
+def plan_inverse_dct(length: int) -> Program:
+    """Return the transposed list: every step transposed, in reverse order."""
+    builder = _Builder(length)
+    outputs = builder.dct2(list(range(length)))
+    return _program(builder.height, outputs, list(range(length)), [_transposed(s) for s in reversed(builder.steps)])
+
+
+def _program(height: int, inputs: list[int], outputs: list[int], steps: list[Step]) -> Program:
+    return Program(
+        height,
+        np.array(inputs, np.int32),
+        np.array(outputs, np.int32),
+        np.array([step[:3] for step in steps], np.int32).reshape(-1, 3),
+        np.array([step[3] for step in steps], np.float32).reshape(-1, 4),
+    )
+
+
+def _transposed(step: Step) -> Step:
+    code, i, j, (c0, c1, c2, c3) = step
+    if code == ADD_SCALED:
+        return code, j, i, (c0, c1, c2, c3)
+    return code, i, j, (c0, c2, c1, c3)
+
+
+class _Builder:
+    """Appends steps that work in place on rows, and answers where the outputs are."""
+
+    def __init__(self, length: int) -> None:
+        self.height = length
+        self.steps: list[Step] = []
+
+    def dct2(self, rows: list[int]) -> list[int]:
+        if len(rows) == 1:
+            return rows
+        if len(rows) % 2:
+            return self.dense(rows, _dct2_entry)
+        first, last = rows[: len(rows) // 2], rows[: len(rows) // 2 - 1 : -1]
+        for i, j in zip(first, last, strict=True):
+            self.butterfly(i, j)
+        return _interleaved(self.dct2(first), self.dct4(last))
+
+    def dct4(self, rows: list[int]) -> list[int]:
+        count, half = len(rows), len(rows) // 2
+        if count == 1:
+            return rows
+        if count % 2:
+            return self.dense(rows, _dct4_entry)
+        first, last = rows[:half], rows[: half - 1 : -1]
+        for number, (i, j) in enumerate(zip(first, last, strict=True)):
+            angle = (2 * number + 1) * math.pi / (4 * count)
+            flip = -1.0 if number % 2 else 1.0
+            self.mix(i, j, (math.cos(angle), math.sin(angle), -flip * math.sin(angle), flip * math.cos(angle)))
+        a, b = self.dct2(first), self.dct2(last)
+        self.scale(a[0], _ROOT2)
+        self.scale(b[0], -_ROOT2)
+        outputs = [a[0]]
+        for m in range(1, half):
+            self.butterfly(a[m], b[half - m])
+            outputs += [b[half - m], a[m]]
+        return [*outputs, b[0]]
+
+    def dense(self, rows: list[int], entry: Entry) -> list[int]:
+        outputs = list(range(self.height, self.height + len(rows)))
+        self.height += len(rows)
+        for k, output in enumerate(outputs):
+            for i, row in enumerate(rows):
+                self.steps.append((ADD_SCALED, output, row, (entry(len(rows), k, i), 0.0, 0.0, 0.0)))
+        return outputs
+
+    def butterfly(self, i: int, j: int) -> None:
+        self.steps.append((BUTTERFLY, i, j, (1.0, 1.0, 1.0, -1.0)))
+
+    def mix(self, i: int, j: int, factors: tuple[float, float, float, float]) -> None:
+        self.steps.append((MIX, i, j, factors))
+
+    def scale(self, i: int, factor: float) -> None:
+        self.steps.append((SCALE, i, i, (factor, 0.0, 0.0, 0.0)))
+
+
+def _interleaved(even: list[int], odd: list[int]) -> list[int]:
+    return [row for pair in zip(even, odd, strict=True) for row in pair]
+
+
+def _dct2_entry(length: int, k: int, i: int) -> float:
+    return 1.0 if k == 0 else _ROOT2 * math.cos((2 * i + 1) * k * math.pi / (2 * length))
+
+
+def _dct4_entry(length: int, k: int, i: int) -> float:
+    return _ROOT2 * math.cos((2 * i + 1) * (2 * k + 1) * math.pi / (4 * length))

@@ -1,0 +1,911 @@
+// The GPU's loops: a block reads its chunks once, works on them in shared memory, and writes them once.
+//
+// Every kernel takes one Job by value, so a launch needs no copy of its arguments to the device, and all kernels can be
+// called alike: by CuPy on a device, and by a few lines of C++ where there is none. For the same reason there is no
+// warp intrinsic here, no include, and no shared variable but one array whose parts gpu.py lays out.
+//
+// Bits must be those of every other kernel set: no fused multiply-add, no flushing of denormals, divisions as IEEE has
+// them (options in gpu.py), and every sum in the order that flexcomm/kernels/reference.py gives. Float atomics have no
+// order, so there is none. Bit strings are little-endian 32-bit words, lowest bit first, zero before anything is put;
+// entries own disjoint bits, so atomicOr puts them in any order with the same result.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+enum Selection { EVERYTHING, LARGEST, ABOVE, SHUFFLED, STRIDED };
+enum ValueCode { FP32, BF16, FP16, INT8, SIGN, SIGN2 };
+enum IndexCode { NO_INDEX, PACKED, ELIAS_FANO, BITMAP };
+enum Element { FLOAT, BFLOAT16, HALF, DOUBLE };
+enum Operation { BUTTERFLY, MIX, SCALE, ADD_SCALED };
+enum Fault { INDEX_FAULT = 1, SCALE_FAULT, VALUE_FAULT };
+
+const u32 INFINITE = 0x7F800000u;
+const u32 MAGNITUDE = 0x7FFFFFFFu;
+const u32 LARGEST_BF16 = 0x7F7Fu;
+const u32 LARGEST_FP16 = 0x7BFFu;
+const u32 GOLDEN = 0x9E3779B9u;
+const u32 SUM_LANES = 32;
+const u32 BINS_SHIFT = 16;
+
+struct alignas(16) Step {
+    int code, i, j, spare;
+    float c0, c1, c2, c3;
+};
+
+// A program of flexcomm/kernels/butterflies.py, its steps sorted into levels that do not depend on one another.
+struct Transform {
+    i64 height, levels;
+    const int* inputs;
+    const int* outputs;
+    const int* bounds;
+    const Step* steps;
+};
+
+// Where one sender's sections begin, in words, how its indices are written, and how many entries precede each chunk;
+// without that list, `keep` in every chunk.
+struct Section {
+    i64 indices, scales, values, code, low_bits, entry_bits, chunk_bits;
+    const i64* before;
+};
+
+// A plan, a layout, a draw, and where everything is. gpu.py mirrors it, field by field.
+struct Job {
+    i64 rows, cols, chunk_rows, chunk_cols, grid_cols, chunk_numel, chunks;
+    i64 transformed, selection, keep, tau_bits, values, value_bits, scales, count_bits, key, start;
+    i64 element, numel, first, senders, by_contributors;
+    // The block's share: chunks side by side, distance of rows in each of its areas, and where those begin, in words.
+    i64 group, solo, pitch, pitch_down, pitch_along, turned_at, marks_at, ranks_at, block_words;
+    float decay, factor;
+    Transform down, along;
+    Section own;
+    const Section* sections;
+    void* memory;
+    const float* state;
+    float* next_state;
+    u32* words;
+    i64* counts;
+    u64* answer;
+    u32* workspace;
+};
+
+// gpu.py starts at most 256 threads a block. Four such blocks fit a multiprocessor if each thread has 64 registers.
+#define RESIDENT __launch_bounds__(256, 4)
+
+extern __shared__ u32 shared_words[];
+
+// --- bits ------------------------------------------------------------------------------------------------------------
+
+__device__ void put(u32* words, i64 position, u32 value, u32 width) {
+    u32* word = words + (position >> 5);
+    u32 shift = (u32)position & 31u;
+    if (width == 32u && shift == 0u) {
+        *word = value;  // nobody else's bits are in it, and a store costs less than an atomic
+        return;
+    }
+    u64 spread = (u64)value << shift;
+    // Zeros change nothing, and the second word may be beyond the payload's last.
+    if ((u32)spread) atomicOr(word, (u32)spread);
+    if ((u32)(spread >> 32)) atomicOr(word + 1, (u32)(spread >> 32));
+}
+
+__device__ u32 get(const u32* words, i64 position, u32 width) {
+    if (width == 0u) return 0u;
+    const u32* word = words + (position >> 5);
+    u32 shift = (u32)position & 31u;
+    u64 value = word[0];
+    if (shift + width > 32u) value |= (u64)word[1] << 32;
+    return (u32)(value >> shift) & (0xFFFFFFFFu >> (32u - width));
+}
+
+__device__ u32 mix32(u32 value) {
+    value ^= value >> 16;
+    value *= 0x85EBCA6Bu;
+    value ^= value >> 13;
+    value *= 0xC2B2AE35u;
+    return value ^ (value >> 16);
+}
+
+// --- numbers, as bits ------------------------------------------------------------------------------------------------
+
+__device__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+
+__device__ u32 magnitude_of(float value) { return __float_as_uint(value) & MAGNITUDE; }
+
+__device__ u32 bf16_bits(u32 bits) { return (u32)(((u64)bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16); }
+
+__device__ u32 bf16_up(float magnitude) { return smaller((__float_as_uint(magnitude) + 0xFFFFu) >> 16, LARGEST_BF16); }
+
+__device__ u32 saturated_bf16(float magnitude) {
+    return smaller(bf16_bits(__float_as_uint(magnitude)), LARGEST_BF16);
+}
+
+__device__ float bf16_value(u32 code) { return __uint_as_float(code << 16); }
+
+__device__ u32 fp16_bits(u32 magnitude) {
+    if (magnitude >= 0x47800000u) return 0x7C00u;
+    if (magnitude >= 0x38800000u) return (magnitude + 0x0FFFu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+    // Below the smallest normal float16 its step is 2**-24, which is also the step of float32 at one half.
+    return __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3F000000u;
+}
+
+__device__ float fp16_value(u32 half) {
+    float magnitude = __uint_as_float((half & 0x7FFFu) << 13) * 5192296858534827628530496329220096.0f;  // 2**112
+    return __uint_as_float(__float_as_uint(magnitude) | ((half & 0x8000u) << 16));
+}
+
+// --- a team: the threads that work on one chunk ----------------------------------------------------------------------
+//
+// Either the whole block, or, for short chunks of one row, a single thread. Both run the same text: a team of one has
+// nobody to wait for, and what it would add up is already its own.
+
+struct Team {
+    u32 rank, size;
+    u32 lane, pitch;       // element i of the chunk is at i * pitch + lane
+    u32* marks;            // bit i says whether element i is sent
+    u32* ranks;            // how many marks precede each word of them
+    u32 stride;            // distance of one team's words
+    u32* tally;            // three counters, see combine()
+    u32* scan;             // two words a thread
+    u32 turn;
+
+    __device__ u32 at(u32 i) const { return i * pitch + lane; }
+    __device__ u32& mark_word(u32 word) const { return marks[word * stride + lane]; }
+    __device__ u32& rank_word(u32 word) const { return ranks[word * stride + lane]; }
+
+    __device__ void sync() const {
+        if (size > 1u) __syncthreads();
+    }
+
+    __device__ u32 sum(u32 mine) {
+        if (size == 1u) return mine;
+        if (mine) atomicAdd(tally + turn, mine);
+        return combined();
+    }
+
+    __device__ u32 largest(u32 mine) {
+        if (size == 1u) return mine;
+        if (mine) atomicMax(tally + turn, mine);
+        return combined();
+    }
+
+    // Three counters in turn need one barrier: while one is read, the one before is cleared, and the next is zero.
+    __device__ u32 combined() {
+        __syncthreads();
+        u32 total = tally[turn];
+        if (rank == 0u) tally[turn == 0u ? 2u : turn - 1u] = 0u;
+        turn = turn == 2u ? 0u : turn + 1u;
+        return total;
+    }
+
+    // Return the sum of what the threads before hold, and the sum of all. The team must meet before it asks again.
+    __device__ u32 before_mine(u32 mine, u32* total) const {
+        u32 source = 0u;
+        scan[rank] = mine;
+        __syncthreads();
+        for (u32 distance = 1u; distance < size; distance <<= 1) {
+            u32 value = scan[source + rank];
+            if (rank >= distance) value += scan[source + rank - distance];
+            source = size - source;
+            scan[source + rank] = value;
+            __syncthreads();
+        }
+        u32 through_mine = scan[source + rank];
+        *total = scan[source + size - 1u];
+        return through_mine - mine;
+    }
+};
+
+__device__ void clear_marks(Team& team, u32 length) {
+    for (u32 word = team.rank; word < (length + 31u) >> 5; word += team.size) team.mark_word(word) = 0u;
+    team.sync();
+}
+
+__device__ void mark(Team& team, u32 i) {
+    if (team.size == 1u) {
+        team.mark_word(i >> 5) |= 1u << (i & 31u);
+    } else {
+        atomicOr(&team.mark_word(i >> 5), 1u << (i & 31u));
+    }
+}
+
+// Rank the marks of so many elements; return how many there are.
+__device__ u32 rank_marks(Team& team, u32 length) {
+    team.sync();
+    u32 words = (length + 31u) >> 5;
+    u32 share = (words + team.size - 1u) / team.size;
+    u32 first = smaller(team.rank * share, words), last = smaller(first + share, words);
+    u32 mine = 0u, total;
+    for (u32 word = first; word < last; word++) mine += __popc(team.mark_word(word));
+    total = mine;
+    u32 before = team.size == 1u ? 0u : team.before_mine(mine, &total);
+    for (u32 word = first; word < last; word++) {
+        team.rank_word(word) = before;
+        before += __popc(team.mark_word(word));
+    }
+    team.sync();
+    return total;
+}
+
+// Call visit(position, entry) for every mark, after rank_marks().
+template <class Visit>
+__device__ void visit_marks(Team& team, u32 length, Visit visit) {
+    for (u32 word = team.rank; word < (length + 31u) >> 5; word += team.size) {
+        u32 entry = team.rank_word(word);
+        for (u32 bits = team.mark_word(word); bits; bits &= bits - 1u) visit(32u * word + __ffs(bits) - 1u, entry++);
+    }
+}
+
+// --- the block -------------------------------------------------------------------------------------------------------
+
+struct Block {
+    u32 thread, threads;
+    float* row;       // coefficients of the chunks; before that, elements going down the columns
+    float* turned;    // elements going along the rows; outside transforms, whatever a pass needs per element
+    Team team;
+};
+
+__device__ Block open_block(const Job& job) {
+    Block block;
+    block.thread = threadIdx.x;
+    block.threads = blockDim.x;
+    u32* base = job.workspace ? job.workspace + blockIdx.x * job.block_words : shared_words;
+    u32* counters = job.workspace ? shared_words : shared_words + job.block_words;
+    block.row = (float*)base;
+    block.turned = (float*)(base + job.turned_at);
+    Team& team = block.team;
+    team.rank = job.solo ? 0u : block.thread;
+    team.size = job.solo ? 1u : block.threads;
+    team.lane = job.solo ? block.thread : 0u;
+    team.pitch = (u32)job.pitch;
+    team.marks = base + job.marks_at;
+    team.ranks = base + job.ranks_at;
+    team.stride = (u32)job.group;
+    team.tally = counters;
+    team.scan = counters + 3;
+    team.turn = 0u;
+    if (block.thread < 3u) counters[block.thread] = 0u;
+    __syncthreads();
+    return block;
+}
+
+__device__ u32 chunks_here(const Job& job, i64 first) {
+    return (u32)(job.chunks - first < job.group ? job.chunks - first : job.group);
+}
+
+// Call work(chunk) once in each team that has one of the block's chunks.
+template <class Work>
+__device__ void by_team(Block& block, i64 first, u32 here, Work work) {
+    if (block.team.lane < here) work(first + block.team.lane);
+    __syncthreads();
+}
+
+// --- elements --------------------------------------------------------------------------------------------------------
+
+__device__ float load(const Job& job, i64 at) {
+    if (job.element == FLOAT) return ((const float*)job.memory)[at];
+    if (job.element == BFLOAT16) return bf16_value(((const u16*)job.memory)[at]);
+    if (job.element == HALF) return fp16_value(((const u16*)job.memory)[at]);
+    return (float)((const double*)job.memory)[at];
+}
+
+__device__ void store(const Job& job, i64 at, float value) {
+    u32 bits = __float_as_uint(value);
+    if (job.element == FLOAT) {
+        ((float*)job.memory)[at] = value;
+    } else if (job.element == BFLOAT16) {
+        ((u16*)job.memory)[at] = (u16)bf16_bits(bits);
+    } else if (job.element == HALF) {
+        ((u16*)job.memory)[at] = (u16)(((bits >> 16) & 0x8000u) | fp16_bits(bits & MAGNITUDE));
+    } else {
+        ((double*)job.memory)[at] = (double)value;
+    }
+}
+
+// Return where element (i, j) of a chunk is, or -1 if it is beyond the rim.
+__device__ i64 place_of(const Job& job, i64 chunk, u32 i, u32 j) {
+    // No tensor has 2**32 chunks, and a device has no instruction that divides, least of all 64 bits.
+    u32 down = (u32)chunk / (u32)job.grid_cols, across = (u32)chunk % (u32)job.grid_cols;
+    i64 row = down * job.chunk_rows + i, col = across * job.chunk_cols + j;
+    return row < job.rows && col < job.cols ? row * job.cols + col : -1;
+}
+
+__device__ float load_element(const Job& job, i64 chunk, u32 i, u32 j) {
+    i64 at = place_of(job, chunk, i, j);
+    return at < 0 ? 0.0f : load(job, at);
+}
+
+__device__ void store_element(const Job& job, i64 chunk, u32 i, u32 j, float value) {
+    i64 at = place_of(job, chunk, i, j);
+    if (at >= 0) store(job, at, value);
+}
+
+// --- transform -------------------------------------------------------------------------------------------------------
+
+__device__ void do_step(const Step& step, float* x, float* y) {
+    float a = *x, b = *y;
+    if (step.code == BUTTERFLY) {
+        *x = a + b;
+        *y = a - b;
+    } else if (step.code == MIX) {
+        *x = step.c0 * a + step.c1 * b;
+        *y = step.c2 * a + step.c3 * b;
+    } else if (step.code == ADD_SCALED) {
+        *x = a + step.c0 * b;
+    } else {
+        *x = step.c0 * a;
+    }
+}
+
+// Do a program on rows of so many lanes. Steps of one level share the threads; neighbouring threads have neighbouring
+// lanes, so their accesses to shared memory do not collide.
+__device__ void apply(const Block& block, const Transform& transform, float* rows, u32 lanes, u32 pitch) {
+    u32 across = smaller(lanes, block.threads), deep = block.threads / across;
+    u32 begin = block.thread % across, depth = block.thread / across;
+    for (u32 level = 0u; level < transform.levels; level++) {
+        int last = transform.bounds[level + 1u];
+        for (int number = transform.bounds[level] + depth; depth < deep && number < last; number += deep) {
+            const Step step = transform.steps[number];
+            for (u32 lane = begin; lane < lanes; lane += across) {
+                do_step(step, rows + step.i * pitch + lane, rows + step.j * pitch + lane);
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// Zero the rows if the program has more than it is given.
+__device__ void clear_spare(const Block& block, const Transform& transform, float* rows, i64 length, u32 pitch) {
+    if (transform.height == length) return;
+    for (u32 at = block.thread; at < transform.height * pitch; at += block.threads) rows[at] = 0.0f;
+    __syncthreads();
+}
+
+// Fill `turned` with the unscaled coefficients of the block's chunks: one chunk of many rows, or many of one row.
+__device__ void transform_chunks(Block& block, const Job& job, i64 first, u32 here) {
+    u32 height = (u32)job.chunk_rows, width = (u32)job.chunk_cols;
+    u32 down = (u32)job.pitch_down, along = (u32)job.pitch_along, lanes = here;
+    if (height > 1u) {
+        lanes = height;
+        clear_spare(block, job.down, block.row, height, down);
+        for (u32 e = block.thread; e < height * width; e += block.threads) {
+            u32 i = e / width, j = e % width;
+            block.row[job.down.inputs[i] * down + j] = load_element(job, first, i, j);
+        }
+        __syncthreads();
+        apply(block, job.down, block.row, width, down);
+    }
+    clear_spare(block, job.along, block.turned, width, along);
+    for (u32 e = block.thread; e < lanes * width; e += block.threads) {
+        u32 i = e / width, j = e % width;
+        float value = height > 1u ? block.row[job.down.outputs[i] * down + j] : load_element(job, first + i, 0u, j);
+        block.turned[job.along.inputs[j] * along + i] = value;
+    }
+    __syncthreads();
+    apply(block, job.along, block.turned, lanes, along);
+}
+
+// Write the elements whose coefficients are in `row`, transformed back.
+__device__ void restore_chunks(Block& block, const Job& job, i64 first, u32 here) {
+    u32 height = (u32)job.chunk_rows, width = (u32)job.chunk_cols;
+    u32 down = (u32)job.pitch_down, along = (u32)job.pitch_along, lanes = height > 1u ? height : here;
+    u32 pitch = height > 1u ? height : (u32)job.pitch;
+    clear_spare(block, job.along, block.turned, width, along);
+    for (u32 e = block.thread; e < lanes * width; e += block.threads) {
+        u32 j = e / lanes, i = e % lanes;
+        block.turned[job.along.inputs[j] * along + i] = block.row[j * pitch + i];
+    }
+    __syncthreads();
+    apply(block, job.along, block.turned, lanes, along);
+    if (height > 1u) {
+        clear_spare(block, job.down, block.row, height, down);
+        for (u32 e = block.thread; e < height * width; e += block.threads) {
+            u32 i = e / width, j = e % width;
+            block.row[job.down.inputs[i] * down + j] = block.turned[job.along.outputs[j] * along + i];
+        }
+        __syncthreads();
+        apply(block, job.down, block.row, width, down);
+    }
+    for (u32 e = block.thread; e < lanes * width; e += block.threads) {
+        u32 i = e / width, j = e % width;
+        if (height > 1u) {
+            store_element(job, first, i, j, block.row[job.down.outputs[i] * down + j] * job.factor);
+        } else {
+            store_element(job, first + i, 0u, j, block.turned[job.along.outputs[j] * along + i] * job.factor);
+        }
+    }
+    __syncthreads();
+}
+
+// Return coefficient k of a chunk before it is scaled; a transformed chunk is kept turned.
+__device__ float coefficient(const Block& block, const Job& job, i64 chunk, u32 g, u32 k) {
+    u32 height = (u32)job.chunk_rows, width = (u32)job.chunk_cols, along = (u32)job.pitch_along;
+    if (!job.transformed) return load_element(job, chunk, k / width, k % width);
+    if (height == 1u) return block.turned[job.along.outputs[k] * along + g];
+    return block.turned[job.along.outputs[k / height] * along + k % height];
+}
+
+// Fill `row` with what the chunks hold: decay * state + factor * coefficients.
+__device__ void accumulate(Block& block, const Job& job, i64 first, u32 here) {
+    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch;
+    if (job.transformed) transform_chunks(block, job, first, here);
+    for (u32 e = block.thread; e < here * numel; e += block.threads) {
+        u32 g = e / numel, k = e % numel;
+        float value = coefficient(block, job, first + g, g, k) * job.factor;
+        if (job.state) value = job.decay * job.state[first * numel + e] + value;
+        block.row[k * pitch + g] = value;
+    }
+    __syncthreads();
+}
+
+// --- selection -------------------------------------------------------------------------------------------------------
+
+__device__ bool is_dense(const Job& job) { return job.selection != ABOVE && job.keep == job.chunk_numel; }
+
+__device__ u32 count_reaching(Team& team, const float* row, u32 length, u32 bound) {
+    u32 mine = 0u;
+    for (u32 i = team.rank; i < length; i += team.size) mine += magnitude_of(row[team.at(i)]) >= bound;
+    return team.sum(mine);
+}
+
+__device__ u32 largest_magnitude(Team& team, const float* row, u32 length) {
+    u32 mine = 0u;
+    for (u32 i = team.rank; i < length; i += team.size) {
+        u32 magnitude = magnitude_of(row[team.at(i)]);
+        mine = magnitude > mine ? magnitude : mine;
+    }
+    return team.largest(mine);
+}
+
+// Mark every magnitude in [low, high) before the limit, and all from high on.
+__device__ void mark_between(Team& team, const float* row, u32 length, u32 low, u32 high, u32 limit) {
+    clear_marks(team, length);
+    for (u32 i = team.rank; i < length; i += team.size) {
+        u32 magnitude = magnitude_of(row[team.at(i)]);
+        if (magnitude >= high || (magnitude >= low && i < limit)) mark(team, i);
+    }
+}
+
+// Return the index behind the last of so many ties: magnitudes in [low, high), lowest index first.
+__device__ u32 end_of_ties(Team& team, const float* row, u32 length, u32 low, u32 high, u32 ties) {
+    clear_marks(team, length);
+    for (u32 i = team.rank; i < length; i += team.size) {
+        u32 magnitude = magnitude_of(row[team.at(i)]);
+        if (magnitude >= low && magnitude < high) mark(team, i);
+    }
+    rank_marks(team, length);
+    u32 mine = 0u;
+    visit_marks(team, length, [&](u32 i, u32 entry) {
+        if (entry + 1u == ties) mine = i + 1u;
+    });
+    return team.largest(mine);
+}
+
+__device__ void mark_largest(Team& team, const float* row, u32 length, u32 keep) {
+    u32 low = 0u, high = largest_magnitude(team, row, length) + 1u;
+    while (high - low > 1u) {  // at least `keep` reach low, fewer reach high
+        u32 middle = low + ((high - low) >> 1);
+        u32 reaching = count_reaching(team, row, length, middle);
+        if (reaching == keep) {
+            mark_between(team, row, length, middle, middle, length);
+            return;
+        }
+        if (reaching > keep) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    u32 ties = keep - count_reaching(team, row, length, high);
+    mark_between(team, row, length, low, high, end_of_ties(team, row, length, low, high, ties));
+}
+
+__device__ u32 shuffled(u32 place, u32 length, u32 key) {
+    u32 width = 1u;
+    while ((1u << width) < length) width++;
+    u32 mask = (1u << width) - 1u, half = (width + 1u) >> 1;
+    do {
+        for (u32 turn = 0u; turn < 4u; turn++) {
+            place = (place + mix32(key + turn)) & mask;
+            place = (place * 0x2C9277B5u) & mask;
+            place ^= place >> half;
+        }
+    } while (place >= length);
+    return place;
+}
+
+// Mark what every rank derives alike from the step.
+__device__ void mark_shared(Team& team, const Job& job, i64 chunk) {
+    u32 length = (u32)job.chunk_numel, key = mix32((u32)job.key + (u32)chunk * GOLDEN);
+    clear_marks(team, length);
+    for (u32 entry = team.rank; entry < job.keep; entry += team.size) {
+        if (job.selection == SHUFFLED) {
+            mark(team, shuffled((u32)((job.start + entry) % length), length, key));
+        } else {
+            mark(team, (u32)((entry * job.chunk_numel / job.keep + job.start) % length));
+        }
+    }
+}
+
+// Mark and rank what is sent of a chunk; return how many.
+__device__ u32 select(Team& team, const Job& job, const float* row, i64 chunk) {
+    u32 length = (u32)job.chunk_numel;
+    if (is_dense(job)) return length;
+    if (job.selection == LARGEST) {
+        mark_largest(team, row, length, (u32)job.keep);
+    } else if (job.selection == ABOVE) {
+        mark_between(team, row, length, (u32)job.tau_bits, (u32)job.tau_bits, length);
+    } else {
+        mark_shared(team, job, chunk);
+    }
+    return rank_marks(team, length);
+}
+
+// Call visit(index, entry) for everything selected.
+template <class Visit>
+__device__ void visit_selected(Team& team, const Job& job, Visit visit) {
+    u32 length = (u32)job.chunk_numel;
+    if (!is_dense(job)) {
+        visit_marks(team, length, visit);
+        return;
+    }
+    for (u32 i = team.rank; i < length; i += team.size) visit(i, i);
+}
+
+// --- values ----------------------------------------------------------------------------------------------------------
+
+struct Scales {
+    float scale, step;
+};
+
+__device__ u32 quantise(i64 values, float value, Scales scales) {
+    u32 bits = __float_as_uint(value), negative = bits >> 31;
+    if (values == FP32) return bits;
+    if (values == BF16) return (negative << 15) | saturated_bf16(fabsf(value));
+    if (values == FP16) return (negative << 15) | smaller(fp16_bits(bits & MAGNITUDE), LARGEST_FP16);
+    if (values == INT8) return scales.scale > 0.0f ? (u32)(int)rintf(value / scales.scale) & 0xFFu : 0u;
+    if (values == SIGN) return negative;
+    float level = scales.step > 0.0f ? rintf((fabsf(value) - scales.scale) / scales.step) : 0.0f;
+    return ((u32)level << 1) | negative;
+}
+
+__device__ float dequantise(i64 values, u32 code, Scales scales) {
+    if (values == FP32) return __uint_as_float(code);
+    if (values == BF16) return bf16_value(code);
+    if (values == FP16) return fp16_value(code);
+    if (values == INT8) return (float)((int)(code ^ 0x80u) - 0x80) * scales.scale;
+    float magnitude = scales.scale;
+    if (values == SIGN2) magnitude = magnitude + (float)(code >> 1) * scales.step;
+    return code & 1u ? -magnitude : magnitude;
+}
+
+// Return the mean magnitude of what is sent: entry e into lane e % 32, then lanes in halves, as every kernel set does.
+__device__ float mean_magnitude(Team& team, const Job& job, const float* row, float* sent, u32 count) {
+    visit_selected(team, job, [&](u32 i, u32 entry) { sent[team.at(entry)] = fabsf(row[team.at(i)]); });
+    team.sync();
+    for (u32 lane = team.rank; lane < SUM_LANES; lane += team.size) {
+        float sum = 0.0f;
+        for (u32 entry = lane; entry < count; entry += SUM_LANES) sum = sum + sent[team.at(entry)];
+        sent[team.at(lane)] = sum;
+    }
+    team.sync();
+    if (team.rank == 0u) {
+        for (u32 half = SUM_LANES >> 1; half; half >>= 1) {
+            for (u32 lane = 0u; lane < half; lane++) sent[team.at(lane)] = sent[team.at(lane)] + sent[team.at(lane + half)];
+        }
+    }
+    team.sync();
+    return sent[team.at(0u)] / (float)(count ? count : 1u);
+}
+
+struct Extremes {
+    u32 least, largest;
+};
+
+__device__ Extremes extremes_of(Team& team, const Job& job, const float* row) {
+    u32 largest = 0u, below = 0u;
+    visit_selected(team, job, [&](u32 i, u32) {
+        u32 magnitude = magnitude_of(row[team.at(i)]);
+        largest = magnitude > largest ? magnitude : largest;
+        below = MAGNITUDE - magnitude > below ? MAGNITUDE - magnitude : below;
+    });
+    largest = team.largest(largest);
+    return {MAGNITUDE - team.largest(below), largest};
+}
+
+// Write the scales of a chunk; return them as the receiver will read them.
+__device__ Scales put_scales(Team& team, const Job& job, const float* row, float* sent, u32 count, i64 chunk) {
+    u32 first = 0u, second = 0u;
+    if (job.values == INT8) {
+        first = bf16_up(__uint_as_float(extremes_of(team, job, row).largest) / 127.0f);
+    } else if (job.values == SIGN) {
+        first = saturated_bf16(mean_magnitude(team, job, row, sent, count));
+    } else if (job.values == SIGN2 && count) {
+        Extremes extremes = extremes_of(team, job, row);
+        first = extremes.least >> 16;
+        second = bf16_up((__uint_as_float(extremes.largest) - bf16_value(first)) / 3.0f);
+    }
+    if (team.rank == 0u && job.scales) {
+        i64 position = 32 * job.own.scales + chunk * job.scales * 16;
+        put(job.words, position, first, 16u);
+        if (job.scales == 2) put(job.words, position + 16, second, 16u);
+    }
+    return {bf16_value(first), bf16_value(second)};
+}
+
+__device__ Scales get_scales(const Job& job, const Section& section, i64 chunk) {
+    if (!job.scales) return {0.0f, 0.0f};
+    i64 position = 32 * section.scales + chunk * job.scales * 16;
+    float step = job.scales == 2 ? bf16_value(get(job.words, position + 16, 16u)) : 0.0f;
+    return {bf16_value(get(job.words, position, 16u)), step};
+}
+
+// --- entries of a payload --------------------------------------------------------------------------------------------
+
+struct Entries {
+    u32 count;
+    i64 index_bit, value_bit;
+};
+
+__device__ Entries entries_of(const Job& job, const Section& section, i64 chunk) {
+    i64 before = section.before ? section.before[chunk] : chunk * job.keep;
+    i64 after = section.before ? section.before[chunk + 1] : before + job.keep;
+    i64 index_bit = 32 * section.indices + before * section.entry_bits + chunk * section.chunk_bits;
+    return {(u32)(after - before), index_bit, 32 * section.values + before * job.value_bits};
+}
+
+__device__ void put_index(const Job& job, Entries at, u32 count, u32 i, u32 entry) {
+    u32 low = (u32)job.own.low_bits;
+    if (job.own.code == PACKED) {
+        put(job.words, at.index_bit + entry * job.own.entry_bits, i, (u32)job.own.entry_bits);
+    } else if (job.own.code == ELIAS_FANO) {
+        put(job.words, at.index_bit + (i64)entry * low, i & ((1u << low) - 1u), low);
+        put(job.words, at.index_bit + (i64)count * low + (i >> low) + entry, 1u, 1u);
+    } else if (job.own.code == BITMAP) {
+        put(job.words, at.index_bit + i, 1u, 1u);
+    }
+}
+
+__device__ u32 read_marks(Team& team, const u32* words, i64 position, u32 length) {
+    for (u32 word = team.rank; word < (length + 31u) >> 5; word += team.size) {
+        team.mark_word(word) = get(words, position + 32 * (i64)word, smaller(32u, length - 32u * word));
+    }
+    return rank_marks(team, length);
+}
+
+// Call visit(index, entry) for a chunk's entries; return how many there are: the count, unless it is a lie.
+template <class Visit>
+__device__ u32 visit_entries(Team& team, const Job& job, const Section& section, Entries at, Visit visit) {
+    u32 length = (u32)job.chunk_numel, low = (u32)section.low_bits;
+    if (section.code == NO_INDEX) {
+        visit_selected(team, job, visit);
+        return at.count;
+    }
+    if (section.code == PACKED) {
+        for (u32 entry = team.rank; entry < at.count; entry += team.size) {
+            visit(get(job.words, at.index_bit + entry * section.entry_bits, (u32)section.entry_bits), entry);
+        }
+        return at.count;
+    }
+    if (section.code == BITMAP) {
+        u32 found = read_marks(team, job.words, at.index_bit, length);
+        if (found == at.count) visit_marks(team, length, visit);
+        return found;
+    }
+    u32 high_bits = at.count + ((length - 1u) >> low);
+    u32 found = read_marks(team, job.words, at.index_bit + (i64)at.count * low, high_bits);
+    if (found == at.count) {
+        visit_marks(team, high_bits, [&](u32 bit, u32 entry) {
+            visit(((bit - entry) << low) | get(job.words, at.index_bit + (i64)entry * low, low), entry);
+        });
+    }
+    return found;
+}
+
+// --- encode ----------------------------------------------------------------------------------------------------------
+
+// Write what is sent of a chunk, and leave in `row` what is not.
+__device__ void send_chunk(Block& block, const Job& job, i64 chunk) {
+    Team& team = block.team;
+    float* row = block.row;
+    u32 count = select(team, job, row, chunk), broken = 0u;
+    Entries at = entries_of(job, job.own, chunk);
+    Scales scales = put_scales(team, job, row, block.turned, count, chunk);
+    visit_selected(team, job, [&](u32 i, u32 entry) {
+        float value = row[team.at(i)];
+        u32 code = quantise(job.values, value, scales);
+        put_index(job, at, count, i, entry);
+        put(job.words, at.value_bit + entry * job.value_bits, code, (u32)job.value_bits);
+        row[team.at(i)] = value - dequantise(job.values, code, scales);
+        broken |= magnitude_of(value) >= INFINITE;
+    });
+    if (broken) atomicMax(job.answer, (u64)1);
+}
+
+extern "C" __global__ void RESIDENT encode_chunks(const Job job) {
+    Block block = open_block(job);
+    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch;
+    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
+        u32 here = chunks_here(job, first);
+        accumulate(block, job, first, here);
+        by_team(block, first, here, [&](i64 chunk) { send_chunk(block, job, chunk); });
+        for (u32 e = block.thread; job.next_state && e < here * numel; e += block.threads) {
+            job.next_state[first * numel + e] = block.row[e % numel * pitch + e / numel];
+        }
+        __syncthreads();
+    }
+}
+
+// Count what reaches the threshold in each chunk.
+extern "C" __global__ void survey_chunks(const Job job) {
+    Block block = open_block(job);
+    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
+        u32 here = chunks_here(job, first);
+        accumulate(block, job, first, here);
+        by_team(block, first, here, [&](i64 chunk) {
+            u32 count = count_reaching(block.team, block.row, (u32)job.chunk_numel, (u32)job.tau_bits);
+            if (block.team.rank == 0u) job.counts[chunk] = count;
+        });
+    }
+}
+
+// Count magnitudes from bin `first` on, by the upper half of their bits. Those below are most, and nobody asks for them.
+extern "C" __global__ void histogram_of_chunks(const Job job) {
+    Block block = open_block(job);
+    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch;
+    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
+        u32 here = chunks_here(job, first);
+        accumulate(block, job, first, here);
+        for (u32 e = block.thread; e < here * numel; e += block.threads) {
+            u32 bin = magnitude_of(block.row[e % numel * pitch + e / numel]) >> BINS_SHIFT;
+            if (bin >= job.first) atomicAdd((u64*)job.counts + bin, (u64)1);
+        }
+        __syncthreads();
+    }
+}
+
+// --- decode ----------------------------------------------------------------------------------------------------------
+
+// Add a chunk's payloads in the order given, and divide. Indices are unique within a payload, so no two threads add to
+// the same coefficient before they have met again.
+__device__ void add_payloads(Block& block, const Job& job, i64 chunk) {
+    Team& team = block.team;
+    float *total = block.row, *given = block.turned;
+    for (u32 i = team.rank; i < job.chunk_numel; i += team.size) {
+        total[team.at(i)] = 0.0f;
+        if (job.by_contributors) given[team.at(i)] = 0.0f;
+    }
+    if (job.sections[0].code == NO_INDEX) select(team, job, total, chunk);
+    team.sync();
+    for (i64 sender = 0; sender < job.senders; sender++) {
+        const Section section = job.sections[sender];
+        Entries at = entries_of(job, section, chunk);
+        Scales scales = get_scales(job, section, chunk);
+        visit_entries(team, job, section, at, [&](u32 i, u32 entry) {
+            u32 code = get(job.words, at.value_bit + entry * job.value_bits, (u32)job.value_bits);
+            total[team.at(i)] = total[team.at(i)] + dequantise(job.values, code, scales);
+            if (job.by_contributors) given[team.at(i)] = given[team.at(i)] + 1.0f;
+        });
+        team.sync();
+    }
+    for (u32 i = team.rank; i < job.chunk_numel; i += team.size) {
+        float divisor = job.by_contributors ? fmaxf(given[team.at(i)], 1.0f) : (float)job.senders;
+        total[team.at(i)] = total[team.at(i)] / divisor;
+    }
+}
+
+extern "C" __global__ void RESIDENT decode_chunks(const Job job) {
+    Block block = open_block(job);
+    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch, width = (u32)job.chunk_cols;
+    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
+        u32 here = chunks_here(job, first);
+        by_team(block, first, here, [&](i64 chunk) { add_payloads(block, job, chunk); });
+        if (job.transformed) {
+            restore_chunks(block, job, first, here);
+            continue;
+        }
+        for (u32 e = block.thread; e < here * numel; e += block.threads) {
+            u32 g = e / numel, k = e % numel;
+            store_element(job, first + g, k / width, k % width, block.row[k * pitch + g] * job.factor);
+        }
+        __syncthreads();
+    }
+}
+
+// --- faults ----------------------------------------------------------------------------------------------------------
+
+__device__ void report(const Job& job, i64 chunk, u32 fault) { atomicMin(job.answer, (u64)chunk * 4u + fault); }
+
+__device__ bool indices_are_wrong(Block& block, const Job& job, Entries at) {
+    Team& team = block.team;
+    u32* picks = (u32*)block.row;
+    u32 found = visit_entries(team, job, job.own, at, [&](u32 i, u32 entry) { picks[team.at(entry)] = i; });
+    if (found != at.count) return true;
+    team.sync();
+    bool wrong = false;
+    for (u32 entry = team.rank; entry < at.count; entry += team.size) {
+        u32 i = picks[team.at(entry)];
+        wrong |= i >= job.chunk_numel || (entry && i <= picks[team.at(entry - 1u)]);
+    }
+    return wrong;
+}
+
+__device__ bool values_are_wrong(Team& team, const Job& job, Entries at) {
+    u32 infinite = job.values == FP32 ? INFINITE : job.values == BF16 ? 0x7F80u : 0x7C00u;
+    bool wrong = false;
+    for (u32 entry = team.rank; job.values <= FP16 && entry < at.count; entry += team.size) {
+        u32 code = get(job.words, at.value_bit + entry * job.value_bits, (u32)job.value_bits);
+        wrong |= (code & infinite) == infinite;
+    }
+    return wrong;
+}
+
+// Leave in the answer the first wrong chunk, times four, plus what is wrong with it: the least, in any order.
+extern "C" __global__ void find_faults(const Job job) {
+    Block block = open_block(job);
+    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
+        by_team(block, first, chunks_here(job, first), [&](i64 chunk) {
+            Team& team = block.team;
+            Entries at = entries_of(job, job.own, chunk);
+            if (job.own.code != NO_INDEX && indices_are_wrong(block, job, at)) report(job, chunk, INDEX_FAULT);
+            for (u32 i = team.rank; i < job.scales; i += team.size) {
+                i64 position = 32 * job.own.scales + (chunk * job.scales + i) * 16;
+                if (get(job.words, position, 16u) >= 0x7F80u) report(job, chunk, SCALE_FAULT);
+            }
+            if (values_are_wrong(team, job, at)) report(job, chunk, VALUE_FAULT);
+        });
+    }
+}
+
+// --- one thread an element -------------------------------------------------------------------------------------------
+
+__device__ i64 first_item() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
+
+__device__ i64 items_apart() { return (i64)gridDim.x * blockDim.x; }
+
+// Leave 1 in the answer if the bits of a magnitude reach `first`, the least that is unfit.
+extern "C" __global__ void find_unfit(const Job job) {
+    bool unfit = false;
+    for (i64 at = first_item(); at < job.numel; at += items_apart()) {
+        i64 magnitude;
+        if (job.element == FLOAT) {
+            magnitude = ((const u32*)job.memory)[at] & MAGNITUDE;
+        } else if (job.element == DOUBLE) {
+            magnitude = ((const i64*)job.memory)[at] & 0x7FFFFFFFFFFFFFFFll;
+        } else {
+            magnitude = ((const u16*)job.memory)[at] & 0x7FFFu;
+        }
+        unfit |= magnitude >= job.first;
+    }
+    if (unfit) atomicMax(job.answer, (u64)1);
+}
+
+// Counts begin at word `first`.
+extern "C" __global__ void write_counts(const Job job) {
+    for (i64 chunk = first_item(); chunk < job.chunks; chunk += items_apart()) {
+        put(job.words, 32 * job.first + chunk * job.count_bits, (u32)job.counts[chunk], (u32)job.count_bits);
+    }
+}
+
+// Fill the counts; leave 1 in the answer if one exceeds a chunk.
+extern "C" __global__ void read_counts(const Job job) {
+    for (i64 chunk = first_item(); chunk < job.chunks; chunk += items_apart()) {
+        u32 count = get(job.words, 32 * job.first + chunk * job.count_bits, (u32)job.count_bits);
+        job.counts[chunk] = count;
+        if (count > job.chunk_numel) atomicMax(job.answer, (u64)1);
+    }
+}
+
+// Add up words scattered with their places, modulo 2**32. Whole numbers add up to the same in any order.
+extern "C" __global__ void add_checksum(const Job job) {
+    if (threadIdx.x == 0u) shared_words[0] = 0u;
+    __syncthreads();
+    u32 mine = 0u;
+    for (i64 at = first_item(); at < job.numel; at += items_apart()) {
+        mine += mix32(job.words[at] ^ ((u32)(job.first + at) * GOLDEN));
+    }
+    atomicAdd(shared_words, mine);
+    __syncthreads();
+    if (threadIdx.x == 0u) atomicAdd(job.answer, (u64)shared_words[0]);
+}

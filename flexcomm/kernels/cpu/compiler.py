@@ -1,0 +1,56 @@
+"""How the CPU's loops are compiled, and what their arguments are called.
+
+fastmath stays off: it would let the compiler reorder or fuse operations, and bits would differ from the reference.
+Integers are int64 throughout, because numba turns int64 with uint64 into a float.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numba
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    # Any: what numba computes with is neither Python's int and float nor numpy's scalars to a type checker.
+    Int = Any
+    Float = Any
+    Floats = NDArray[np.float32]
+    Ints = NDArray[np.int32]
+    Longs = NDArray[np.int64]
+    FullWords = NDArray[np.uint32]
+    Halves = NDArray[np.uint16]
+    Bytes = NDArray[np.int8]
+    Doubles = NDArray[np.float64]
+    Integers = NDArray[Any]  # of any width
+
+__all__ = ["compiled"]
+
+Function = TypeVar("Function", bound="Callable[..., Any]")
+
+
+def _digest_of_sources() -> str:
+    room = Path(__file__).parent
+    digest = hashlib.blake2b(digest_size=6)
+    for source in (*sorted(room.glob("*.py")), room.parent / "plan.py", room.parent / "butterflies.py"):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+_SOURCES = _digest_of_sources()
+
+
+def compiled(function: Function) -> Function:
+    """Compile a loop, once per machine: numba keeps the result on disk.
+
+    numba looks at the time stamp of the function's own file only, and would go on using what it once inlined from
+    another. So the name under which it is kept tells all the sources apart.
+    """
+    function.__qualname__ = f"{function.__qualname__}_{_SOURCES}"
+    return cast("Function", numba.njit(cache=True, nogil=True, error_model="numpy")(function))

@@ -1,0 +1,171 @@
+"""Selection: which coefficients of a chunk are sent, without sorting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flexcomm.kernels.cpu.compiler import compiled
+from flexcomm.kernels.plan import Selection
+
+if TYPE_CHECKING:
+    from flexcomm.kernels.cpu.compiler import Int, Ints
+    from flexcomm.kernels.cpu.records import Desk, Job
+
+__all__ = ["pick_chunks"]
+
+_EVERYTHING = int(Selection.EVERYTHING)
+_LARGEST = int(Selection.LARGEST)
+_ABOVE = int(Selection.ABOVE)
+_SHUFFLED = int(Selection.SHUFFLED)
+_LOW32 = 0xFFFFFFFF
+_SIX_OCTAVES = 6 << 23
+
+
+@compiled
+def collect(magnitudes: Ints, bound: Int, picks: Ints, base: Int) -> Int:
+    """Fill ``picks`` with the places of all magnitudes that reach the bound, plus ``base``; return how many.
+
+    Has no branch to mispredict: every place is stored, and overwritten unless it counts.
+    """
+    limit, found = np.int32(bound), 0
+    for i in range(magnitudes.size):
+        picks[found] = base + i
+        found += magnitudes[i] >= limit
+    return found
+
+
+@compiled
+def count_reaching(magnitudes: Ints, bound: Int) -> Int:
+    limit, count = np.int32(bound), np.int32(0)
+    for i in range(magnitudes.size):
+        count = np.int32(count + np.int32(magnitudes[i] >= limit))
+    return np.int64(count)
+
+
+@compiled
+def bound_of_largest(magnitudes: Ints, keep: Int) -> Int:
+    """Return the largest bound that at least ``keep`` magnitudes reach, or one that exactly so many reach."""
+    top = np.int32(0)
+    for i in range(magnitudes.size):
+        top = max(top, magnitudes[i])
+    low, high = max(np.int64(0), np.int64(top) - _SIX_OCTAVES), np.int64(top) + 1
+    reaching = count_reaching(magnitudes, low)
+    if reaching < keep:
+        low, high = np.int64(0), low
+    while reaching != keep and high - low > 1:
+        middle = (low + high) >> 1
+        reaching = count_reaching(magnitudes, middle)
+        if reaching >= keep:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def bound_by_maxima(magnitudes: Ints, keep: Int, tops: Ints, few: Ints) -> Int:
+    """Return what :func:`bound_of_largest` does, of a long row, looking closely at few of its magnitudes."""
+    spread = tops.size
+    tops[:] = 0
+    for begin in range(0, magnitudes.size - spread + 1, spread):
+        for i in range(spread):
+            tops[i] = max(tops[i], magnitudes[begin + i])
+    # `keep` of these maxima reach the floor, so at least as many magnitudes do, and seldom many more.
+    floor = bound_of_largest(tops, keep)
+    count = collect(magnitudes, floor, few, 0)
+    for entry in range(count):
+        few[entry] = magnitudes[few[entry]]
+    return max(floor, bound_of_largest(few[:count], keep))
+
+
+@compiled
+def pick_largest(magnitudes: Ints, keep: Int, tops: Ints, few: Ints, picks: Ints, base: Int) -> Int:
+    """Pick the ``keep`` largest magnitudes, in order; of equals those of lowest index."""
+    if 4 * tops.size <= magnitudes.size:
+        bound = bound_by_maxima(magnitudes, keep, tops, few)
+    else:
+        bound = bound_of_largest(magnitudes, keep)
+    count = collect(magnitudes, bound, picks, base)
+    return count if count == keep else drop_ties(magnitudes, bound, keep, picks, base, count)
+
+
+@compiled
+def drop_ties(magnitudes: Ints, bound: Int, keep: Int, picks: Ints, base: Int, count: Int) -> Int:
+    """Drop the last of those picks that equal the bound, until ``keep`` are left."""
+    spare = count - keep
+    for entry in range(count - 1, -1, -1):
+        if spare > 0 and magnitudes[picks[entry] - base] == bound:
+            picks[entry] = -1
+            spare -= 1
+    found = 0
+    for entry in range(count):
+        picks[found] = picks[entry]
+        found += picks[entry] >= 0
+    return found
+
+
+@compiled
+def mix32(value: Int) -> Int:
+    """Scatter 32 bits: MurmurHash3's finaliser."""
+    value ^= value >> 16
+    value = (value * 0x85EBCA6B) & _LOW32
+    value ^= value >> 13
+    value = (value * 0xC2B2AE35) & _LOW32
+    return value ^ (value >> 16)
+
+
+@compiled
+def shuffled(place: Int, length: Int, key: Int) -> Int:
+    """Return where ``place`` goes in an order of ``range(length)`` that the key determines.
+
+    Each round permutes the numbers of so many bits; one that leaves the range is sent through again.
+    """
+    width = 1
+    while (1 << width) < length:
+        width += 1
+    mask, half = (1 << width) - 1, (width + 1) >> 1
+    while True:
+        for turn in range(4):
+            place = (place + mix32((key + turn) & _LOW32)) & mask
+            place = (place * 0x2C9277B5) & mask
+            place ^= place >> half
+        if place < length:
+            return place
+
+
+@compiled
+def pick_shared(chunk: Int, job: Job, marks: Ints, picks: Ints, base: Int) -> Int:
+    length = job.chunk_numel
+    marks[:] = 0
+    key = mix32((job.key + chunk * 0x9E3779B9) & _LOW32)
+    for entry in range(job.keep):
+        if job.selection == _SHUFFLED:
+            marks[shuffled((job.start + entry) % length, length, key)] = 1
+        else:
+            marks[(entry * length // job.keep + job.start) % length] = 1
+    return collect(marks, 1, picks, base)
+
+
+@compiled
+def pick_chunks(first: Int, many: Int, job: Job, magnitudes: Ints, desk: Desk) -> Int:
+    """Fill ``desk.picks`` and ``desk.counts`` with what is sent of each chunk; return how many that is in all.
+
+    Where everything is sent, there are no picks.
+    """
+    length, total = job.chunk_numel, 0
+    for i in range(many):
+        # A row of its own, not an offset: where an index could be negative, numba's loops are not made into vectors.
+        row, picks, base = magnitudes[i * length : (i + 1) * length], desk.picks[total:], i * length
+        if job.selection == _EVERYTHING:
+            count = length
+        elif job.selection == _LARGEST:
+            count = pick_largest(row, job.keep, desk.tops, desk.few, picks, base)
+        elif job.selection == _ABOVE:
+            count = collect(row, job.tau_bits, picks, base)
+        else:
+            count = pick_shared(first + i, job, desk.few, picks, base)
+        desk.counts[i] = count
+        total += count
+    return total

@@ -1,0 +1,130 @@
+"""What every kernel set does: the loops over one tensor's chunks, and nothing about buckets, headers or ranks."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+
+__all__ = ["LARGEST_MAGNITUDE", "Average", "Fault", "Kernels", "Momentum", "Payload", "Survey"]
+
+Average = Literal["nodes", "contributors"]
+"""Divide a sum by the number of payloads, or by the number of those that sent the coefficient."""
+
+LARGEST_MAGNITUDE = 2.0**100
+"""Elements stay below this. A transform of up to 2**24 of them multiplies by at most 2**12, so no sum overflows."""
+
+
+class Fault(IntEnum):
+    """What is wrong with a payload."""
+
+    NONE = 0
+    INDEX = 1
+    SCALE = 2
+    VALUE = 3
+
+
+class Momentum(NamedTuple):
+    """What was not sent before, and how it joins what comes: ``decay * state + gain * coefficients``.
+
+    ``state`` is float32 of ``plan.state_shape``; what is not sent now goes to ``next_state``, which may be the same
+    memory. ``None``: nothing is remembered.
+    """
+
+    state: Tensor | None = None
+    next_state: Tensor | None = None
+    decay: float = 1.0
+    gain: float = 1.0
+
+
+class Survey(NamedTuple):
+    """What a variable selection will send: entries of each chunk (int64), and the threshold that leads to them.
+
+    The threshold is given as the bits of a float32, which order magnitudes as their values do.
+    """
+
+    counts: Tensor
+    tau_bits: int
+
+
+class Payload(NamedTuple):
+    """One sender's payload of one tensor, in a tensor of words: its start, its layout, its counts if they vary."""
+
+    start: int
+    layout: Layout
+    counts: Tensor | None = None
+
+
+class Kernels(Protocol):
+    """The loops, for one kind of device. Tensors of words are int32, contiguous; ``x`` may be any floating dtype.
+
+    Every set computes the same bits: :func:`flexcomm.testing.check_kernels` compares one with the reference.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return the name people force it by."""
+        ...
+
+    def is_fit(self, x: Tensor) -> bool:
+        """Return whether every element is finite and below ``LARGEST_MAGNITUDE``."""
+        ...
+
+    def survey(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> Survey:
+        """Return what ``plan``, a variable one, will send of ``x``.
+
+        If more than ``plan.keep`` reach its threshold, the threshold rises to the lowest number without lower 16 bits
+        that no more reach.
+        """
+        ...
+
+    def encode_(
+        self,
+        x: Tensor,
+        words: Tensor,
+        plan: TensorPlan,
+        layout: Layout,
+        draw: Draw,
+        momentum: Momentum,
+        survey: Survey | None = None,
+    ) -> bool:
+        """Fill ``words`` with the payload and move what it holds out of the state.
+
+        Keeps ``decay * state + gain * coefficients == decoded + next_state``. False if something sent is not finite,
+        which happens for a fit ``x`` only if the state was broken before.
+        """
+        ...
+
+    def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
+        """Return the counts (int64) at the start of a variable payload; None if one exceeds a chunk."""
+        ...
+
+    def find_fault(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Fault:
+        """Return what is wrong with a payload.
+
+        Indices that do not increase, leave the chunk or are not as many as counted; scales that are negative or not
+        finite; values that are not finite.
+        """
+        ...
+
+    def decode_(
+        self,
+        words: Tensor,
+        payloads: Sequence[Payload],
+        plan: TensorPlan,
+        draw: Draw,
+        average: Average,
+        out: Tensor,
+    ) -> None:
+        """Fill ``out`` with the average of faultless payloads, added in the order given and transformed back once."""
+        ...
+
+    def checksum(self, words: Tensor, first: int) -> int:
+        """Return the sum, modulo 2**32, of every word scattered with its place; the first one's is ``first``."""
+        ...

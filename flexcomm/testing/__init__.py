@@ -1,0 +1,19 @@
+"""Conformance checks for what people plug in: write a class with the right methods, and see whether it keeps the laws.
+
+``check_transport`` is called by every rank of a group together; ``check_kernels`` and ``check_compressor`` by one
+process. A broken law raises ``AssertionError`` naming the law and the case. The laws are also there one by one, as
+``TRANSPORT_LAWS``, ``KERNEL_LAWS`` and ``COMPRESSOR_LAWS``, so that a test can have each for itself.
+"""
+
+from flexcomm.testing.compressors import COMPRESSOR_LAWS, check_compressor
+from flexcomm.testing.kernels import KERNEL_LAWS, check_kernels
+from flexcomm.testing.transports import TRANSPORT_LAWS, check_transport
+
+__all__ = [
+    "COMPRESSOR_LAWS",
+    "KERNEL_LAWS",
+    "TRANSPORT_LAWS",
+    "check_compressor",
+    "check_kernels",
+    "check_transport",
+]

@@ -1,0 +1,274 @@
+"""The laws of compressors, held by any object whose ``plan`` says what is sent of a tensor."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, get_args
+
+import torch
+
+from flexcomm.bucket import BucketPlan, decode_bucket_, encode_bucket_, plan_bucket, regions_of
+from flexcomm.compress import TensorSpec, dense, draw_for
+from flexcomm.kernels import (
+    Average,
+    Kernels,
+    Momentum,
+    ReferenceKernels,
+    Selection,
+    TensorPlan,
+    ValueCode,
+    choose_kernels,
+)
+from flexcomm.testing.cases import DTYPES, numbers, with_gaps
+from flexcomm.testing.coefficients import coefficients_of, elements_of, encode, sent_coefficients
+from flexcomm.wire import ALIGNMENT, HEADER_NBYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from flexcomm.compress import Compressor
+
+__all__ = ["COMPRESSOR_LAWS", "check_compressor"]
+
+SHAPES = ((), (0,), (1,), (7,), (61,), (3, 0, 2), (1, 9), (9, 1), (5, 13), (24, 20), (3, 4, 5), (2, 3, 4, 5), (130,))
+SPECS = tuple(
+    TensorSpec(f"{str(DTYPES[number % 4])[6:]}{list(shape)}", shape, DTYPES[number % 4])
+    for number, shape in enumerate((*SHAPES, *SHAPES[::-1]))
+)
+FEW_SPECS = SPECS[: len(SHAPES)]
+NODES = ("node 0", "node 1", "node 2")
+_SHARED = (Selection.SHUFFLED, Selection.STRIDED)
+_SIGNS = (ValueCode.SIGN, ValueCode.SIGN2)
+
+
+def check_compressor(compressor: Compressor, kernels: Kernels | None = None, device: str = "cpu") -> None:
+    """Raise ``AssertionError`` unless ``compressor`` keeps every law, with the device's kernels or those given."""
+    chosen = kernels or choose_kernels(torch.device(device))
+    for law in COMPRESSOR_LAWS:
+        law(compressor, chosen, device)
+
+
+def it_is_a_value(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    """Ranks compare what compressors print, so an address in it would make equal ones differ."""
+    del kernels, device
+    twin = copy.deepcopy(compressor)
+    require(compressor, twin == compressor, "equal settings compare equal")
+    require(compressor, hash(twin) == hash(compressor), "equal settings hash alike")
+    require(compressor, repr(twin) == repr(compressor), "equal settings print alike")
+    require(compressor, " at 0x" not in repr(compressor), "settings are printed, not an address")
+    require(compressor, compressor != object(), "it equals nothing else")
+
+
+def a_tensor_is_always_planned_alike(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    del kernels, device
+    twin = copy.deepcopy(compressor)
+    for spec in SPECS:
+        plan = compressor.plan(spec)
+        require(compressor, compressor.plan(spec) == plan == twin.plan(spec), f"{spec} is always planned alike")
+        require(compressor, plan.rows * plan.cols == math.prod(spec.shape), f"the plan of {spec} is all of it")
+
+
+def nothing_is_lost_only_late(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    """``decay * state + gain * coefficients == decoded + next_state``, to the bit.
+
+    A float minus what it was rounded to is a float. Not so for signs: a small number minus a scale much larger is
+    rounded, to half a unit in the last place of the result, which is no larger than the larger of both.
+    """
+    for spec in SPECS:
+        plan, x = compressor.plan(spec), make(spec, device)
+        state, draw = numbers("normal", plan.state_shape, 7).to(device), draw_for(plan, 5, spec.name)
+        momentum = Momentum(state, torch.empty_like(state), decay=0.875, gain=0.75)
+        before = coefficients_of(kernels, x, plan, momentum).double()
+        sent = encode(kernels, x, plan, draw, momentum)
+        decoded, late = sent_coefficients(kernels, sent, plan, draw).double(), state_of(momentum).double()
+        lost = (before - decoded - late).abs()
+        largest = torch.maximum(before.abs(), decoded.abs())
+        allowed = largest * 2.0**-23 if plan.values in _SIGNS else torch.zeros_like(lost)
+        require(compressor, bool((lost <= allowed).all()), f"{spec}: nothing is lost, but {float(lost.sum())} was")
+        untouched = late[decoded == 0] == before[decoded == 0]
+        require(compressor, bool(untouched.all()), f"{spec}: what is not sent is kept as it is")
+
+
+def payload_and_remainder_make_the_tensor(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    """Rounding: the transform there and back in float32, and twice the output's own dtype."""
+    for spec in SPECS:
+        plan, x = compressor.plan(spec), make(spec, device)
+        late, draw = torch.empty(plan.state_shape, device=device), draw_for(plan, 3, spec.name)
+        sent, out = encode(kernels, x, plan, draw, Momentum(None, late)), torch.empty_like(x)
+        kernels.decode_(sent.words, [sent.payload], plan, draw, "nodes", out)
+        restored = out.float() + elements_of(kernels, late, plan).reshape(spec.shape)
+        allowed = (2.0**-20 + 2 * torch.finfo(spec.dtype).eps) * (x.float().norm() + out.float().norm())
+        require_close(compressor, restored, x.float(), float(allowed), f"{spec}: payload and remainder make the tensor")
+
+
+def nothing_grows(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    """Chunks are equally long, so the last one may hold one spare element for each of the others."""
+    del kernels, device
+    for spec in (*SPECS, TensorSpec("long", (3, 12347), torch.bfloat16)):
+        bucket, whole = plan_bucket((spec,), compressor), dense().plan(spec)
+        native = (math.prod(spec.shape) + whole.chunks) * min(4, torch.empty(0, dtype=spec.dtype).element_size())
+        most = HEADER_NBYTES + native + ALIGNMENT
+        require(
+            compressor, bucket.exact or bucket.nbytes <= most, f"{spec} takes {bucket.nbytes}, whole at most {most}"
+        )
+
+
+def every_coefficient_is_sent_in_due_time(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    """Every coefficient grows by the same with every step, so one that was never sent is among the largest in the end.
+
+    Indices that all ranks derive alike know no magnitudes: they meet every coefficient before any is met again.
+    """
+    for spec in (TensorSpec("flat", (37,), torch.float32), TensorSpec("square", (12, 20), torch.float32)):
+        plan, x = compressor.plan(spec), torch.zeros(spec.shape, device=device)
+        whole = plan.chunks * plan.chunk_numel
+        rounds = math.ceil(whole / plan.entries)
+        steps = math.ceil(plan.chunk_numel / plan.keep) if plan.selection in _SHARED else 8 * rounds + 8
+        gains = spread(plan).to(device) * (plan.tau / 2 or 1.0)
+        state, reached = torch.zeros_like(gains), torch.zeros_like(gains, dtype=torch.bool)
+        for step in range(steps):
+            draw = draw_for(plan, step, spec.name)
+            state += gains
+            sent = encode(kernels, x, plan, draw, Momentum(state, state))
+            reached |= sent_coefficients(kernels, sent, plan, draw) != 0
+        missed = int((~reached).sum())
+        require(compressor, missed == 0, f"{spec}: every coefficient is sent within {steps} steps, but not {missed}")
+
+
+def bucketing_is_invisible(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    tensors = [[make(spec, device, node) for spec in SPECS] for node, _ in enumerate(NODES)]
+    together = exchange(compressor, kernels, SPECS, tensors)
+    for size in (1, 4):
+        parts = [slice(begin, begin + size) for begin in range(0, len(SPECS), size)]
+        apart = [
+            out for part in parts for out in exchange(compressor, kernels, SPECS[part], [row[part] for row in tensors])
+        ]
+        for spec, one, other in zip(SPECS, together, apart, strict=True):
+            require_equal(compressor, other, one, f"{spec} in buckets of {size} tensors")
+
+
+def any_shape_and_dtype_gives_the_references_bits(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    tensors = [[make(spec, device, node) for spec in FEW_SPECS] for node in range(2)]
+    gaps = [[with_gaps(x) for x in row] for row in tensors]
+    there = [[x.cpu() for x in row] for row in tensors]
+    for average in get_args(Average):
+        expected = exchange(compressor, ReferenceKernels(), FEW_SPECS, there, 1, average)
+        for inputs in (tensors, gaps):
+            outs = exchange(compressor, kernels, FEW_SPECS, inputs, 1, average)
+            for spec, got, out in zip(FEW_SPECS, outs, expected, strict=True):
+                require(compressor, bool(got.isfinite().all()), f"{spec}: what is decoded is finite")
+                require_equal(compressor, got.cpu(), out, f"{spec}: as the reference decodes it, over {average}")
+
+
+def bits_do_not_depend_on_the_number_of_threads(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    """Asked of kernels that can be told how many to use, of a tensor large enough to be shared by three."""
+    if kernels.name != "cpu" or device != "cpu":
+        return
+    from flexcomm.kernels.cpu import CpuKernels
+
+    spec = TensorSpec("large", (600, 512), torch.float32)
+    tensors = [[numbers("normal", spec.shape, 0)]]
+    first, *others = (exchange(compressor, CpuKernels(threads), (spec,), tensors, 2) for threads in (1, 2, 3))
+    for other in others:
+        require_equal(compressor, other[0], first[0], "the bits do not depend on the number of threads")
+
+
+def sending_everything_gives_the_mean(compressor: Compressor, kernels: Kernels, device: str) -> None:
+    """To rounding, in norm: of the values' code, of a transform in float32, of the output's dtype.
+
+    Small whole numbers, as they are, in float32: to the bit. One magnitude for all is no rounding, so signs are not
+    asked, and int8 to half a level of a chunk's largest coefficient, which is no larger than the chunk's norm.
+    """
+    for spec in SPECS:
+        plan = plan_bucket((spec,), compressor).plans[0]
+        if plan.is_variable or plan.keep != plan.chunk_numel or plan.values in _SIGNS:
+            continue
+        rows = [[numbers("ties", spec.shape, node).mul(4).to(device, spec.dtype)] for node, _ in enumerate(NODES)]
+        mean = torch.stack([row[0].double() for row in rows]).sum(dim=0) / len(NODES)
+        out = exchange(compressor, kernels, (spec,), rows)[0]
+        if plan.values is ValueCode.FP32 and not plan.transformed:
+            exact = torch.stack([row[0].float() for row in rows]).sum(dim=0) / float(len(NODES))
+            require_equal(compressor, out, exact.to(spec.dtype), f"{spec}: the mean of small whole numbers is exact")
+        code = {ValueCode.BF16: 2.0**-8, ValueCode.FP16: 2.0**-11, ValueCode.INT8: math.sqrt(plan.chunk_numel) / 253}
+        rounding = code.get(plan.values, 0.0) + 2.0**-20 + torch.finfo(spec.dtype).eps
+        size = sum(float(row[0].double().norm()) for row in rows) / len(NODES)
+        require_close(compressor, out.double(), mean, rounding * size, f"{spec}: everything sent is the mean")
+
+
+COMPRESSOR_LAWS: tuple[Callable[[Compressor, Kernels, str], None], ...] = (
+    it_is_a_value,
+    a_tensor_is_always_planned_alike,
+    nothing_is_lost_only_late,
+    payload_and_remainder_make_the_tensor,
+    nothing_grows,
+    every_coefficient_is_sent_in_due_time,
+    bucketing_is_invisible,
+    any_shape_and_dtype_gives_the_references_bits,
+    bits_do_not_depend_on_the_number_of_threads,
+    sending_everything_gives_the_mean,
+)
+
+
+def make(spec: TensorSpec, device: str, node: int = 0) -> Tensor:
+    return numbers("normal", spec.shape, SPECS.index(spec) + 100 * node).to(device, spec.dtype)
+
+
+def spread(plan: TensorPlan) -> Tensor:
+    """Return coefficients of magnitudes from 1 to 2, no two of a chunk alike."""
+    chunks, length = plan.state_shape
+    order = torch.randperm(chunks * length, generator=torch.Generator().manual_seed(1)).view(chunks, length)
+    return (1.0 + order / (chunks * length)) * (1 - 2 * (order % 2))
+
+
+def state_of(momentum: Momentum) -> Tensor:
+    if momentum.next_state is None:
+        raise AssertionError("a momentum that remembers has a next state")
+    return momentum.next_state
+
+
+def exchange(
+    compressor: Compressor,
+    kernels: Kernels,
+    specs: tuple[TensorSpec, ...],
+    tensors: Sequence[Sequence[Tensor]],
+    steps: int = 3,
+    average: Average = "nodes",
+) -> list[Tensor]:
+    """Return what every node decodes in the last step, each of which sends what the one before left behind too."""
+    plan = plan_bucket(specs, compressor)
+    outs = [torch.empty_like(x) for x in tensors[0]]
+    states = [
+        [torch.zeros(one.state_shape, device=x.device) for one, x in zip(plan.plans, row, strict=True)]
+        for row in tensors
+    ]
+    for step in range(steps):
+        buffers = [send(plan, kernels, row, held, step) for row, held in zip(tensors, states, strict=True)]
+        regions = regions_of(NODES[: len(buffers)], [buffer.numel() for buffer in buffers])
+        decode_bucket_(
+            plan, torch.cat(buffers), regions, outs, step=step, sequence=step, kernels=kernels, average=average
+        )
+    return outs
+
+
+def send(plan: BucketPlan, kernels: Kernels, tensors: Sequence[Tensor], states: Sequence[Tensor], step: int) -> Tensor:
+    buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=tensors[0].device)
+    momenta = [Momentum(state, state) for state in states]
+    nbytes = encode_bucket_(plan, tensors, buffer, step=step, sequence=step, kernels=kernels, momenta=momenta)
+    return buffer[:nbytes]
+
+
+def require(compressor: Compressor, condition: bool, law: str) -> None:
+    if not condition:
+        raise AssertionError(f"{compressor}: broken law: {law}")
+
+
+def require_close(compressor: Compressor, got: Tensor, expected: Tensor, allowed: float, law: str) -> None:
+    distance = float((got.double() - expected.double()).norm())
+    require(compressor, distance <= allowed, f"{law}, to {allowed:.3g}, but they are {distance:.3g} apart")
+
+
+def require_equal(compressor: Compressor, got: Tensor, expected: Tensor, law: str) -> None:
+    if not torch.equal(got, expected):
+        raise AssertionError(f"{compressor}: broken law: {law}\ngot      {got}\nexpected {expected}")

@@ -1,0 +1,254 @@
+"""The laws of kernel sets: the reference computes every bit, and a set computes the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+import torch
+
+from flexcomm.kernels import (
+    NO_DRAW,
+    Average,
+    Fault,
+    IndexCode,
+    Momentum,
+    Payload,
+    ReferenceKernels,
+    Selection,
+    TensorPlan,
+    ValueCode,
+)
+from flexcomm.kernels.protocol import LARGEST_MAGNITUDE
+from flexcomm.testing.cases import DTYPES, Case, layout_with, sampled_cases, with_gaps
+from flexcomm.testing.coefficients import Sent, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from flexcomm.kernels import Kernels
+
+__all__ = ["KERNEL_LAWS", "check_kernels"]
+
+_REFERENCE = ReferenceKernels()
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_kernels(kernels: Kernels, device: str = "cpu") -> None:
+    """Raise ``AssertionError`` unless ``kernels`` computes what the reference does, to the bit.
+
+    The reference works on the CPU, whatever the device: its bits are the same everywhere, and there it is beyond doubt.
+    """
+    for law in KERNEL_LAWS:
+        law(kernels, device)
+
+
+def encode_writes_the_references_words(kernels: Kernels, device: str) -> None:
+    for case in sampled_cases(60):
+        x, momentum = case.x().to(device), case.momentum(device)
+        sent, expected = encode_case(kernels, case, x, momentum), encode_case(_REFERENCE, case, case.x())
+        require_equal(kernels, sent.words, expected.words, f"encode_ writes the reference's words: {case}")
+        require(kernels, sent.is_finite == expected.is_finite, f"encode_ tells whether all is finite: {case}")
+        require_equal(kernels, x, case.x(), f"encode_ leaves x alone: {case}")
+        if case.memory in ("apart", "last"):
+            require_equal(
+                kernels, momentum.state, case.momentum("cpu").state, f"encode_ leaves the state alone: {case}"
+            )
+
+
+def encode_keeps_what_the_reference_keeps(kernels: Kernels, device: str) -> None:
+    for case in sampled_cases(60, seed=1):
+        momentum, expected = case.momentum(device), case.momentum("cpu")
+        encode_case(kernels, case, case.x().to(device), momentum)
+        encode_case(_REFERENCE, case, case.x(), expected)
+        require_equal(kernels, momentum.next_state, expected.next_state, f"what is not sent is kept: {case}")
+
+
+def zeros_keep_the_sign_the_reference_gives_them(kernels: Kernels, device: str) -> None:
+    x = torch.tensor([-0.0, 0.0, 1.0, -1.0, -0.0, 0.25, -0.0, 0.0])
+    for values in ValueCode:
+        for selection, keep in ((Selection.EVERYTHING, 8), (Selection.LARGEST, 5), (Selection.STRIDED, 3)):
+            plan = TensorPlan(1, 8, 1, 8, False, selection, keep, values)
+            late, expected = torch.empty(1, 8, device=device), torch.empty(1, 8)
+            sent = encode(kernels, x.to(device), plan, momentum=Momentum(None, late))
+            reference = encode(_REFERENCE, x, plan, momentum=Momentum(None, expected))
+            require_equal(kernels, sent.words, reference.words, f"zeros are sent as the reference sends them: {plan}")
+            require_equal(kernels, late, expected, f"zeros are kept as the reference keeps them: {plan}")
+
+
+def encode_reports_a_broken_state(kernels: Kernels, device: str) -> None:
+    for values in ValueCode:
+        for broken in (torch.nan, torch.inf, -torch.inf):
+            plan = TensorPlan(1, 64, 1, 32, False, Selection.LARGEST, 2, values)
+            state = torch.zeros(plan.state_shape, device=device)
+            state[1, 7] = broken
+            sent = encode(kernels, torch.ones(64, device=device), plan, momentum=Momentum(state, state))
+            require(kernels, not sent.is_finite, f"encode_ is False for a state that holds {broken}, {values.name}")
+
+
+def survey_counts_what_the_reference_counts(kernels: Kernels, device: str) -> None:
+    for case in (case for case in sampled_cases(150, seed=2) if case.plan.is_variable):
+        x, momentum = case.x().to(device), case.momentum(device)
+        got = kernels.survey(x, case.plan, momentum)
+        expected = _REFERENCE.survey(case.x(), case.plan, case.momentum("cpu"))
+        require_equal(kernels, got.counts, expected.counts, f"survey counts what reaches the threshold: {case}")
+        require(kernels, got.tau_bits == expected.tau_bits, f"survey finds the reference's threshold: {case}")
+        require_equal(kernels, x, case.x(), f"survey leaves x alone: {case}")
+        require_equal(kernels, momentum.state, case.momentum("cpu").state, f"survey leaves the state alone: {case}")
+
+
+def counts_are_read_as_they_were_written(kernels: Kernels, device: str) -> None:
+    for case in (case for case in sampled_cases(150, seed=3) if case.plan.is_variable and case.plan.chunks):
+        sent = encode_case(_REFERENCE, case, case.x())
+        words = torch.cat((torch.full((3,), -1, dtype=torch.int32), sent.words)).to(device)
+        require_equal(kernels, kernels.read_counts(words, case.plan, 3), sent.payload.counts, f"read_counts: {case}")
+    plan = TensorPlan(1, 400, 1, 40, False, Selection.ABOVE, 400, ValueCode.FP32)
+    too_many = torch.tensor([0, 41 << 4, 0], dtype=torch.int32, device=device)
+    require(kernels, kernels.read_counts(too_many, plan, 0) is None, "read_counts is None if a count exceeds a chunk")
+
+
+def faults_are_found_where_the_reference_finds_them(kernels: Kernels, device: str) -> None:
+    """One word is damaged at a time, so that there is one fault to name."""
+    random = np.random.default_rng(4)
+    for case in sampled_cases(60, seed=4):
+        sent = encode_case(_REFERENCE, case, case.x())
+        layout, counts = sent.payload.layout, sent.payload.counts
+        payload = sent.payload._replace(counts=None if counts is None else counts.to(device))
+        words = sent.words.to(device)
+        require(kernels, kernels.find_fault(words, payload, case.plan) is Fault.NONE, f"{case} is faultless")
+        for _ in range(4 if layout.nwords > layout.indices else 0):
+            place = int(random.integers(layout.indices, layout.nwords))
+            damaged = sent.words.clone()
+            damaged[place] = (0, -1, damaged[place] ^ (1 << int(random.integers(31))))[int(random.integers(3))]
+            got = kernels.find_fault(damaged.to(device), payload, case.plan)
+            expected = _REFERENCE.find_fault(damaged, sent.payload, case.plan)
+            require(kernels, got is expected, f"find_fault is {expected!r}, not {got!r}, of word {place}: {case}")
+
+
+def decode_gives_the_references_average(kernels: Kernels, device: str) -> None:
+    """Payloads lie at any word; outputs hold NaN before, and may have gaps."""
+    for number, case in enumerate(sampled_cases(60, seed=5)):
+        if case.plan.exact and case.code is None:
+            continue
+        sent = [encode_case(_REFERENCE, case, case.x(sender), sender=sender) for sender in range(1 + number % 3)]
+        require_decoded(kernels, sent, case, device, f"decode_ averages as the reference does: {case}")
+
+
+def payloads_of_one_average_may_be_laid_out_differently(kernels: Kernels, device: str) -> None:
+    """Exact payloads are as long as what they hold, so the shortest index code differs from sender to sender."""
+    plan = TensorPlan(1, 500, 1, 100, False, Selection.ABOVE, 500, ValueCode.BF16, tau=1.0, exact=True)
+    case = Case((500,), plan, None, torch.float32, "normal", "none", False, 6)
+    sent = [encode(_REFERENCE, scale * case.x(sender), plan) for sender, scale in enumerate((0.5, 1.0, 4.0))]
+    require(kernels, len({one.payload.layout.code for one in sent}) > 1, "layouts differ, or this shows nothing")
+    require_decoded(kernels, sent, case, device, f"each payload is read by its own layout: {case}")
+    codes = (IndexCode.BITMAP, IndexCode.PACKED, IndexCode.ELIAS_FANO)
+    fixed = replace(plan, selection=Selection.LARGEST, keep=9, exact=False)
+    other = replace(case, plan=fixed)
+    coded = [encode(_REFERENCE, other.x(i), fixed, layout=layout_with(fixed, 45, code)) for i, code in enumerate(codes)]
+    require_decoded(kernels, coded, other, device, f"each payload is read by its own layout: {other}")
+
+
+def decode_adds_in_the_order_given(kernels: Kernels, device: str) -> None:
+    plan = TensorPlan(1, 2, 1, 2, False, Selection.EVERYTHING, 2, ValueCode.FP32)
+    large, small = torch.tensor([2.0**60, -(2.0**60)]), torch.tensor([1.0, 1.0])
+    for order, expected in (((large, -large, small), 1.0 / 3.0), ((large, small, -large), 0.0)):
+        sent = [encode(_REFERENCE, x, plan) for x in order]
+        words, payloads = joined(sent, device)
+        out = torch.empty(2, device=device)
+        kernels.decode_(words, payloads, plan, NO_DRAW, "nodes", out)
+        require_equal(kernels, out, torch.full((2,), expected), "payloads are added in the order given")
+
+
+def the_checksum_is_the_references(kernels: Kernels, device: str) -> None:
+    for length in (0, 1, 7, 100, 5000):
+        words = torch.from_numpy(np.random.default_rng(length).integers(-(1 << 31), 1 << 31, length, np.int32))
+        for first in (0, 13, (1 << 33) + 7):
+            got, expected = kernels.checksum(words.to(device), first), _REFERENCE.checksum(words, first)
+            require(kernels, got == expected, f"checksum of {length} words from {first} on")
+
+
+def fit_is_finite_and_below_the_largest_magnitude(kernels: Kernels, device: str) -> None:
+    for dtype in DTYPES:
+        top = torch.tensor(min(LARGEST_MAGNITUDE, torch.finfo(dtype).max), dtype=dtype)
+        below = torch.nextafter(top.double(), torch.zeros(())) if dtype is torch.float64 else top.float() * (1 - 2**-8)
+        verdicts = {0.0: True, float(below): True, -float(below): True, torch.nan: False, torch.inf: False}
+        verdicts |= {-torch.inf: False, 2.0**100: False, -(2.0**100): False, 2.0**101: False}
+        for value, verdict in verdicts.items():
+            for x in (torch.zeros(()), torch.zeros(301), torch.zeros(20, 30)):
+                holding = x.to(device, dtype)
+                holding.view(-1)[-1] = value
+                for one in (holding, with_gaps(holding)):
+                    require(kernels, kernels.is_fit(one) is verdict, f"is_fit is {verdict} of {value} in {dtype}")
+        require(kernels, kernels.is_fit(torch.zeros(0, dtype=dtype, device=device)), f"nothing is fit, {dtype}")
+
+
+KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
+    encode_writes_the_references_words,
+    encode_keeps_what_the_reference_keeps,
+    zeros_keep_the_sign_the_reference_gives_them,
+    encode_reports_a_broken_state,
+    survey_counts_what_the_reference_counts,
+    counts_are_read_as_they_were_written,
+    faults_are_found_where_the_reference_finds_them,
+    decode_gives_the_references_average,
+    payloads_of_one_average_may_be_laid_out_differently,
+    decode_adds_in_the_order_given,
+    the_checksum_is_the_references,
+    fit_is_finite_and_below_the_largest_magnitude,
+)
+
+
+def encode_case(kernels: Kernels, case: Case, x: Tensor, momentum: Momentum | None = None, sender: int = 0) -> Sent:
+    momentum = case.momentum(str(x.device), sender) if momentum is None else momentum
+    if case.code is None:
+        return encode(kernels, x, case.plan, case.draw(), momentum)
+    entries = case.plan.entries
+    if case.plan.exact:
+        entries = int(_REFERENCE.survey(case.x(sender), case.plan, case.momentum("cpu", sender)).counts.sum())
+    return encode(kernels, x, case.plan, case.draw(), momentum, case.layout(entries))
+
+
+def joined(sent: list[Sent], device: str) -> tuple[Tensor, list[Payload]]:
+    """Return payloads one behind the other, a word of garbage before each."""
+    garbage = torch.full((1,), -1, dtype=torch.int32)
+    words = torch.cat([part for one in sent for part in (garbage, one.words)])
+    payloads, start = [], 1
+    for one in sent:
+        counts = one.payload.counts
+        payloads.append(Payload(start, one.payload.layout, None if counts is None else counts.to(device)))
+        start += one.words.numel() + 1
+    return words.to(device), payloads
+
+
+def require_decoded(kernels: Kernels, sent: list[Sent], case: Case, device: str, law: str) -> None:
+    words, payloads = joined(sent, device)
+    kept, payloads_here = words.clone(), joined(sent, "cpu")[1]
+    averages: tuple[Average, ...] = get_args(Average)
+    for average in averages:
+        expected = torch.empty(case.shape, dtype=case.dtype)
+        _REFERENCE.decode_(kept.cpu(), payloads_here, case.plan, case.draw(), average, expected)
+        out = torch.full(case.shape, torch.nan, dtype=case.dtype, device=device)
+        for place in (out, with_gaps(out)):
+            kernels.decode_(words, payloads, case.plan, case.draw(), average, place)
+            require_equal(kernels, place, expected, f"{law}, over {average}")
+    require_equal(kernels, words, kept, f"decode_ leaves the payloads alone: {case}")
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().view(_INTEGERS[x.element_size()])
+
+
+def require(kernels: Kernels, condition: bool, law: str) -> None:
+    if not condition:
+        raise AssertionError(f"{kernels.name} kernels: broken law: {law}")
+
+
+def require_equal(kernels: Kernels, got: Tensor | None, expected: Tensor | None, law: str) -> None:
+    """Raise unless both are there and equal in every bit, or neither is there: zeros have signs here."""
+    if got is None or expected is None:
+        require(kernels, got is expected, law)
+    elif got.dtype != expected.dtype or got.shape != expected.shape or not torch.equal(bits_of(got), bits_of(expected)):
+        raise AssertionError(f"{kernels.name} kernels: broken law: {law}\ngot      {got}\nexpected {expected}")

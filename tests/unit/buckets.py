@@ -1,0 +1,96 @@
+"""Small buckets for tests of the wire: sent by several nodes, opened by one, and sealed again after damage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexcomm.bucket import BucketPlan, decode_bucket_, encode_bucket_, plan_bucket, regions_of
+from flexcomm.compress import TensorSpec
+from flexcomm.kernels import Momentum
+from flexcomm.wire import to_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flexcomm.compress import Compressor
+    from flexcomm.kernels import Average, Kernels
+
+STEP, SEQUENCE = 11, 7
+CHECKSUM_WORD = 12
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Buffers one behind the other, and how long each is."""
+
+    plan: BucketPlan
+    buffer: Tensor
+    nbytes: list[int]
+
+    @property
+    def words(self) -> Tensor:
+        return to_words(self.buffer)
+
+    @property
+    def senders(self) -> list[str]:
+        return [f"node {node}" for node, _ in enumerate(self.nbytes)]
+
+
+def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"t{number}", tuple(x.shape), x.dtype) for number, x in enumerate(tensors))
+
+
+def gather(
+    compressor: Compressor,
+    nodes: Sequence[Sequence[Tensor]],
+    kernels: Kernels,
+    states: Sequence[Sequence[Tensor]] | None = None,
+    step: int = STEP,
+) -> Gathered:
+    """Return what an all-gather of the nodes' buffers leaves on every one of them."""
+    plan = plan_bucket(specs_of(nodes[0]), compressor)
+    buffers = []
+    for node, tensors in enumerate(nodes):
+        buffer = torch.empty(plan.nbytes, dtype=torch.uint8)
+        momenta = None if states is None else [Momentum(state, state) for state in states[node]]
+        used = encode_bucket_(plan, tensors, buffer, step=step, sequence=SEQUENCE, kernels=kernels, momenta=momenta)
+        buffers.append(buffer[:used])
+    return Gathered(plan, torch.cat(buffers), [buffer.numel() for buffer in buffers])
+
+
+def blank_states(plan: BucketPlan) -> list[Tensor]:
+    return [torch.zeros(one.state_shape) for one in plan.plans]
+
+
+def open_(
+    gathered: Gathered, outs: Sequence[Tensor], kernels: Kernels, average: Average = "nodes", step: int = STEP
+) -> None:
+    decode_bucket_(
+        gathered.plan,
+        gathered.buffer,
+        regions_of(gathered.senders, gathered.nbytes),
+        outs,
+        step=step,
+        sequence=SEQUENCE,
+        kernels=kernels,
+        average=average,
+    )
+
+
+def opened(gathered: Gathered, kernels: Kernels, average: Average = "nodes", step: int = STEP) -> list[Tensor]:
+    outs = [torch.full(spec.shape, torch.nan, dtype=spec.dtype) for spec in gathered.plan.specs]
+    open_(gathered, outs, kernels, average, step)
+    return outs
+
+
+def reseal_(words: Tensor, kernels: Kernels) -> None:
+    """Make the checksum of a buffer fit what it holds now."""
+    after = CHECKSUM_WORD + 1
+    total = kernels.checksum(words[:CHECKSUM_WORD], 0) + kernels.checksum(words[after:], after)
+    total %= 1 << 32
+    words[CHECKSUM_WORD] = total - (1 << 32) if total >> 31 else total

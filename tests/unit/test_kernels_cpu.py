@@ -1,0 +1,173 @@
+"""``flexcomm/kernels/cpu``: the reference's bits for any number of threads, chosen rightly, and compiled once."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from flexcomm.compress import Identity, Pipeline, TensorSpec, TopK, draw_for
+from flexcomm.errors import InvalidArgumentError
+from flexcomm.kernels import KERNELS_VARIABLE, ReferenceKernels, Selection, TensorPlan, ValueCode, choose_kernels
+from flexcomm.kernels.cpu import CpuKernels
+from flexcomm.testing import KERNEL_LAWS
+from flexcomm.testing.coefficients import encode, sent_coefficients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from flexcomm.kernels import Kernels
+
+SMALLEST_SHARE = "flexcomm.kernels.cpu.kernels._SMALLEST_SHARE"
+COMPILED = ("flexcomm.kernels.cpu.passes", "encode_chunks")
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("law", KERNEL_LAWS, ids=lambda law: law.__name__)
+def test_cpu_kernels_keep_the_law(
+    law: Callable[[Kernels, str], None], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SMALLEST_SHARE, 1)
+    law(CpuKernels(threads=threads), "cpu")
+
+
+def test_work_is_shared_by_as_many_threads_as_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SMALLEST_SHARE, 1)
+    plan = TensorPlan(1, 70 * 5, 1, 5, False, Selection.EVERYTHING, 5, ValueCode.FP32)
+    assert [len(CpuKernels(threads)._shares(plan)) for threads in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_small_tensor_is_not_worth_a_second_thread() -> None:
+    plan = TensorPlan(1, 70 * 5, 1, 5, False, Selection.EVERYTHING, 5, ValueCode.FP32)
+    assert len(CpuKernels(3)._shares(plan)) == 1
+
+
+@pytest.mark.parametrize("law", KERNEL_LAWS[:2], ids=lambda law: law.__name__)
+def test_kernels_that_differ_in_one_bit_are_found_out(law: Callable[[Kernels, str], None]) -> None:
+    class Careless(ReferenceKernels):
+        def encode_(self, x, words, plan, layout, draw, momentum, survey=None) -> bool:  # type: ignore[no-untyped-def]
+            done = super().encode_(x, words, plan, layout, draw, momentum, survey)
+            words[-1:] ^= 1
+            if momentum.next_state is not None:
+                momentum.next_state.view(torch.int32)[-1:] ^= 1
+            return done
+
+    with pytest.raises(AssertionError, match="reference kernels: broken law"):
+        law(Careless(), "cpu")
+
+
+def picked(x: Tensor, k: int, chunk: int) -> list[list[int]]:
+    plan = Pipeline(Identity(chunk), TopK(k), "fp32").plan(TensorSpec("x", tuple(x.shape), x.dtype))
+    sent = sent_coefficients(CpuKernels(1), encode(CpuKernels(1), x, plan), plan)
+    return [row.nonzero()[:, 0].tolist() for row in sent]
+
+
+def naively_picked(row: list[float], k: int) -> list[int]:
+    return sorted(sorted(range(len(row)), key=lambda i: (-abs(row[i]), i))[:k])
+
+
+def test_of_equal_magnitudes_the_first_are_sent() -> None:
+    assert picked(torch.tensor([1.0, -2.0, 2.0, 1.0, -2.0, 2.0, 1.0, 2.0]), 3, 8) == [[1, 2, 4]]
+    assert picked(torch.full((64,), -3.0), 5, 64) == [[0, 1, 2, 3, 4]]
+    assert picked(torch.full((2048,), 0.5), 3, 1024) == [[0, 1, 2], [0, 1, 2]]
+    late = torch.full((1024,), 0.5)
+    late[1000:] = -1.0
+    assert picked(late, 26, 1024) == [[0, 1, *range(1000, 1024)]]
+
+
+@pytest.mark.parametrize("k", [1, 2, 15, 31, 63])
+@pytest.mark.parametrize("kind", ["normal", "ties", "wide", "denormal"])
+def test_the_largest_are_what_sorting_finds(kind: str, k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(7 * 64, generator=generator)
+    x = {
+        "normal": x,
+        "ties": (2 * x).round() + 0.5,
+        "wide": x * torch.exp2(torch.randint(-60, 60, x.shape, generator=generator)),
+        "denormal": x * 1e-40,
+    }[kind]
+    assert picked(x, k, 64) == [naively_picked(row, k) for row in x.view(7, 64).tolist()]
+
+
+@pytest.mark.parametrize("k", [1, 7, 32, 500])
+def test_the_largest_of_a_long_chunk_are_what_sorting_finds(k: int) -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(k))
+    rounded = (8 * x).round() / 8 + 1 / 16
+    for numbers in (x, rounded):
+        assert picked(numbers, k, 4096) == [naively_picked(numbers.tolist(), k)]
+
+
+@pytest.mark.parametrize("values", list(ValueCode), ids=lambda values: values.name)
+def test_zeros_travel_as_zeros(values: ValueCode) -> None:
+    for selection in (Selection.EVERYTHING, Selection.LARGEST, Selection.SHUFFLED, Selection.STRIDED):
+        keep = 16 if selection is Selection.EVERYTHING else 5
+        plan = TensorPlan(1, 48, 1, 16, False, selection, keep, values)
+        draw = draw_for(plan, 1, "x")
+        sent = encode(CpuKernels(1), torch.zeros(48), plan, draw)
+        assert sent.is_finite
+        assert not sent_coefficients(CpuKernels(1), sent, plan, draw).any()
+
+
+def test_the_fastest_kernels_are_chosen_and_say_their_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
+    import_module("flexcomm.kernels")._find_fastest.cache_clear()
+    with caplog.at_level(logging.INFO, "flexcomm"):
+        assert choose_kernels(CPU).name == "cpu"
+    assert "cpu tensors are compressed by the cpu kernels" in caplog.text
+
+
+def test_kernels_can_be_forced_by_argument_and_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNELS_VARIABLE, "reference")
+    assert choose_kernels(CPU).name == "reference"
+    assert choose_kernels(CPU, "cpu").name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "words"),
+    [
+        ("cpu", "abacus", ["'abacus'", "reference, cpu, gpu"]),
+        ("cpu", "gpu", ["the gpu kernels cannot work on cpu tensors", KERNELS_VARIABLE]),
+        ("cuda", "cpu", ["the cpu kernels cannot work on cuda tensors", "reference"]),
+    ],
+)
+def test_kernels_that_cannot_be_are_refused_by_name(
+    device: str, name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        choose_kernels(torch.device(device), name)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    monkeypatch.setenv(KERNELS_VARIABLE, name)
+    with pytest.raises(InvalidArgumentError, match=str(caught.value)):
+        choose_kernels(torch.device(device))
+
+
+ENCODE_ONCE = f"""
+from importlib import import_module
+from tests.unit.test_kernels_cpu import encode_ones
+encode_ones()
+stats = getattr(import_module({COMPILED[0]!r}), {COMPILED[1]!r}).stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+
+def encode_ones() -> None:
+    encode(CpuKernels(1), torch.ones(64), TensorPlan(1, 64, 1, 32, False, Selection.LARGEST, 4, ValueCode.BF16))
+
+
+def test_a_second_process_compiles_nothing_again() -> None:
+    encode_ones()
+    command = [sys.executable, "-c", ENCODE_ONCE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "1 0\n"

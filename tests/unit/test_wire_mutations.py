@@ -1,0 +1,383 @@
+"""Whatever arrives, a bucket is decoded in full or refused by ``WireError``; nothing is written beside the outputs.
+
+``FLEXCOMM_MUTATIONS`` is about how often damage is tried, 24,000 unless set; a seventh changes nothing. Half keep the
+old checksum, which always finds them out. The others are sealed again, as a sender with a broken program would: what is
+left to find them out is the payload's own structure, and many are payloads that might have been sent.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from flexcomm.compress import Identity, Pipeline, RandomK, Striding, Threshold, TopK, demo, top_k
+from flexcomm.errors import WireError
+from flexcomm.kernels import IndexCode, Payload, TensorPlan, ValueCode
+from flexcomm.kernels.cpu import CpuKernels
+from flexcomm.kernels.protocol import LARGEST_MAGNITUDE
+from flexcomm.testing.coefficients import Sent, sent_coefficients
+from flexcomm.wire import HEADER_NBYTES, Region, find_payload, plan_layout
+from tests.unit.buckets import Gathered, gather, open_, reseal_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from flexcomm.bucket import BucketPlan
+    from flexcomm.compress import Compressor
+
+CASES = int(os.environ.get("FLEXCOMM_MUTATIONS", "24000"))
+HEADER_NWORDS = HEADER_NBYTES // 4
+KERNELS = CpuKernels(1)
+GUARD, GUARD_VALUE, OLD_VALUE = 16, 77.0, 5.0
+
+BUCKETS: dict[str, tuple[Compressor, tuple[tuple[int, ...], ...]]] = {
+    "elias_fano_bf16": (Pipeline(Identity(60), TopK(6), "bf16"), ((170,),)),
+    "packed_fp32": (Pipeline(Identity(20), TopK(1), "fp32"), ((95,),)),
+    "bitmap_fp16": (Pipeline(Identity(40), TopK(15), "fp16"), ((115,),)),
+    "capacity_bf16": (Pipeline(Identity(60), Threshold(0.5, 0.4), "bf16"), ((170,),)),
+    "exact_fp32": (Pipeline(Identity(30), Threshold(1.5, None), "fp32"), ((110,),)),
+    "int8": (Pipeline(Identity(50), TopK(7), "int8"), ((140,),)),
+    "sign": (Pipeline(Identity(50), TopK(7), "sign"), ((140,),)),
+    "sign2": (Pipeline(Identity(50), TopK(7), "sign2"), ((140,),)),
+    "demo_fp32": (demo(k=5, chunk=8, values="fp32"), ((13, 18),)),
+    "shared_bf16": (Pipeline(Identity(50), RandomK(0.2), "bf16"), ((130,),)),
+    "strided_sign": (Pipeline(Identity(50), Striding(0.2), "sign"), ((130,),)),
+    "mixed": (top_k(0.1, "int8"), ((), (3,), (0,), (7, 9), (2, 3, 11))),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Guarded:
+    """Outputs that are views into larger tensors, whose rims tell of writes that went astray."""
+
+    def __init__(self, plan: BucketPlan) -> None:
+        numels = [int(torch.Size(spec.shape).numel()) for spec in plan.specs]
+        self._rooms = [
+            torch.empty(numel + 2 * GUARD, dtype=spec.dtype) for numel, spec in zip(numels, plan.specs, strict=True)
+        ]
+        self._middles = [room[GUARD : GUARD + numel] for room, numel in zip(self._rooms, numels, strict=True)]
+        self.outs = [middle.view(spec.shape) for middle, spec in zip(self._middles, plan.specs, strict=True)]
+        self.refill()
+        self._before = [room.clone() for room in self._rooms]
+
+    def refill(self) -> None:
+        for room, middle in zip(self._rooms, self._middles, strict=True):
+            room.fill_(GUARD_VALUE)
+            middle.fill_(OLD_VALUE)
+
+    def require_unchanged(self) -> None:
+        assert all(torch.equal(room, before) for room, before in zip(self._rooms, self._before, strict=True))
+
+    def require_guards_and_refill(self) -> None:
+        for middle in self._middles:
+            middle.fill_(OLD_VALUE)
+        self.require_unchanged()
+
+    def are_finite(self) -> bool:
+        return all(bool(out.isfinite().all()) for out in self.outs)
+
+
+@dataclass
+class Victim:
+    """Two nodes' buffers, of which the second is damaged over and over, and outputs that must survive it."""
+
+    gathered: Gathered
+    guarded: Guarded
+    random: np.random.Generator
+
+    @property
+    def start(self) -> int:
+        return self.gathered.nbytes[0] // 4
+
+    def copy(self) -> Gathered:
+        return Gathered(self.gathered.plan, self.gathered.buffer.clone(), list(self.gathered.nbytes))
+
+    def words(self, gathered: Gathered) -> Tensor:
+        """The second node's buffer."""
+        return gathered.words[self.start :][: gathered.nbytes[1] // 4]
+
+    def below(self, limit: int) -> int:
+        return int(self.random.integers(limit))
+
+    def between(self, first: int, last: int) -> int:
+        return int(self.random.integers(first, last))
+
+
+def make_victim(name: str) -> Victim:
+    compressor, shapes = BUCKETS[name]
+    seed = list(BUCKETS).index(name)
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = DTYPES if name == "mixed" else DTYPES[:1]
+    nodes = [
+        [torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
+        for _ in range(2)
+    ]
+    gathered = gather(compressor, nodes, KERNELS)
+    return Victim(gathered, Guarded(gathered.plan), np.random.default_rng(seed))
+
+
+# --- damage without design --------------------------------------------------------------------------------------------
+
+
+def flip_bits(victim: Victim, words: Tensor, first: int) -> None:
+    for _ in range(victim.between(1, 4)):
+        words[victim.between(first, words.numel())] ^= np.int32(np.uint32(1 << victim.below(32)))
+
+
+def overwrite_a_word(victim: Victim, words: Tensor, first: int) -> None:
+    words[victim.between(first, words.numel())] = (0, -1, victim.between(-(1 << 31), 1 << 31))[victim.below(3)]
+
+
+def swap_words(victim: Victim, words: Tensor, first: int) -> None:
+    places = [victim.between(first, words.numel()) for _ in range(2)]
+    words[places] = words[places[::-1]]
+
+
+def fill_with_garbage(victim: Victim, words: Tensor, first: int) -> None:
+    begin = victim.between(first, words.numel())
+    garbage = victim.random.integers(-(1 << 31), 1 << 31, words.numel() - begin, np.int32)
+    words[begin:] = torch.from_numpy(garbage)
+
+
+def shift_words(victim: Victim, words: Tensor, first: int) -> None:
+    words[first:] = words[first:].roll(victim.between(1, 4))
+
+
+RANDOM_DAMAGE: tuple[Callable[[Victim, Tensor, int], None], ...] = (
+    flip_bits,
+    flip_bits,
+    overwrite_a_word,
+    swap_words,
+    fill_with_garbage,
+    shift_words,
+)
+
+
+def refusal(victim: Victim, gathered: Gathered) -> WireError | None:
+    try:
+        open_(gathered, victim.guarded.outs, KERNELS)
+    except WireError as error:
+        return error
+    return None
+
+
+def require_refused(victim: Victim, gathered: Gathered, what: str) -> WireError:
+    error = refusal(victim, gathered)
+    assert error is not None, f"{what} was decoded"
+    assert error.sender == "node 1", what
+    victim.guarded.require_unchanged()
+    return error
+
+
+def require_refused_or_legal(victim: Victim, gathered: Gathered, what: str) -> None:
+    error = refusal(victim, gathered)
+    if error is not None:
+        assert error.sender == "node 1", what
+        victim.guarded.require_unchanged()
+        return
+    # Only numbers no tensor may hold add up to infinity; a payload cannot tell by whom they were written.
+    assert victim.guarded.are_finite() or largest_sent(victim, gathered) >= LARGEST_MAGNITUDE, what
+    victim.guarded.require_guards_and_refill()
+
+
+def largest_sent(victim: Victim, gathered: Gathered) -> float:
+    words, start, largest = victim.words(gathered), HEADER_NWORDS, 0.0
+    for one in gathered.plan.plans:
+        payload = find_payload(words, Region("node 1", 0, words.numel()), start, one, KERNELS)
+        sent = sent_coefficients(KERNELS, Sent(words, payload, None, is_finite=True), one)
+        largest = max(largest, float(sent.abs().max()) if sent.numel() else 0.0)
+        start += payload.layout.nwords
+    return largest
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_damage_is_always_found_out_by_the_checksum(name: str) -> None:
+    victim = make_victim(name)
+    for number in range(CASES // (2 * len(BUCKETS)) + 1):
+        damage, gathered = RANDOM_DAMAGE[number % len(RANDOM_DAMAGE)], victim.copy()
+        damage(victim, victim.words(gathered), 0)
+        if not torch.equal(gathered.buffer, victim.gathered.buffer):
+            require_refused(victim, gathered, f"{damage.__name__} number {number}")
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_damage_that_was_sealed_again_is_refused_or_is_a_payload_like_any_other(name: str) -> None:
+    victim = make_victim(name)
+    for number in range(CASES // (4 * len(BUCKETS)) + 1):
+        damage, gathered = RANDOM_DAMAGE[number % len(RANDOM_DAMAGE)], victim.copy()
+        words = victim.words(gathered)
+        damage(victim, words, 0 if number % 8 == 0 else HEADER_NWORDS)
+        reseal_(words, KERNELS)
+        require_refused_or_legal(victim, gathered, f"{damage.__name__} number {number}")
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_a_buffer_cut_short_or_drawn_out_is_always_refused(name: str) -> None:
+    victim = make_victim(name)
+    length = victim.gathered.nbytes[1]
+    room = torch.zeros(4 * length, dtype=torch.uint8)
+    for number in range(CASES // (20 * len(BUCKETS)) + 1):
+        other = 4 * (victim.below(length // 4) if number % 2 else length // 4 + victim.between(1, length // 2))
+        gathered = Gathered(victim.gathered.plan, torch.cat((victim.gathered.buffer, room)), [4 * victim.start, other])
+        words = victim.words(gathered)
+        if number % 3 and words.numel() >= HEADER_NWORDS:
+            words[10] = other - HEADER_NBYTES
+            reseal_(words, KERNELS)
+        require_refused(victim, gathered, f"{other} bytes instead of {length}")
+
+
+# --- lies with design: sealed, and never legal ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor's payload in the second node's buffer."""
+
+    plan: TensorPlan
+    payload: Payload
+
+    def counts(self) -> list[int]:
+        counts = self.payload.counts
+        return [self.plan.keep] * self.plan.chunks if counts is None else counts.tolist()
+
+    def bit(self, section: str) -> int:
+        return 32 * (self.payload.start + getattr(self.payload.layout, section))
+
+
+def places_of(victim: Victim) -> list[Place]:
+    words, start, places = victim.words(victim.gathered), HEADER_NWORDS, []
+    for one in victim.gathered.plan.plans:
+        payload = find_payload(words, Region("node 1", 0, words.numel()), start, one, KERNELS)
+        places.append(Place(one, payload))
+        start += payload.layout.nwords
+    return [place for place in places if place.plan.chunks]
+
+
+def put(words: Tensor, position: int, value: int, width: int) -> None:
+    bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")
+    bits[position : position + width] = (value >> np.arange(width)) & 1
+    words.numpy().view(np.uint8)[:] = np.packbits(bits, bitorder="little")
+
+
+def get(words: Tensor, position: int, width: int) -> int:
+    bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")
+    return int((bits[position : position + width].astype(np.int64) << np.arange(width)).sum())
+
+
+def lie_about_indices(victim: Victim, words: Tensor, place: Place) -> bool:
+    """Repeat an index, put one after a greater one, put one beyond the chunk, or send one more or fewer."""
+    layout, counts = place.payload.layout, place.counts()
+    chunk = victim.below(place.plan.chunks)
+    count, length = counts[chunk], place.plan.chunk_numel
+    begin = place.bit("indices") + sum(counts[:chunk]) * layout.entry_bits + chunk * layout.chunk_bits
+    if layout.code is IndexCode.PACKED and count:
+        width, entry = layout.entry_bits, victim.below(count)
+        beyond = victim.between(length, 1 << width)
+        before = get(words, begin + (entry - 1) * width, width) if entry else beyond
+        put(words, begin + entry * width, (beyond, before)[victim.below(2)], width)
+        return True
+    if layout.code in (IndexCode.ELIAS_FANO, IndexCode.BITMAP):
+        skip = count * layout.low_bits
+        width = length if layout.code is IndexCode.BITMAP else count + ((length - 1) >> layout.low_bits)
+        at = begin + skip + victim.below(width)
+        put(words, at, 1 - get(words, at, 1), 1)
+        return True
+    return False
+
+
+def lie_about_a_repeated_index(victim: Victim, words: Tensor, place: Place) -> bool:
+    """Two entries of one upper half, with equal lower halves: Elias and Fano could write that down."""
+    layout, counts = place.payload.layout, place.counts()
+    chunk = victim.below(place.plan.chunks)
+    count, low = counts[chunk], layout.low_bits
+    if layout.code is not IndexCode.ELIAS_FANO or count < 2 or not low:
+        return False
+    begin = place.bit("indices") + sum(counts[:chunk]) * layout.entry_bits + chunk * layout.chunk_bits
+    width = count + ((place.plan.chunk_numel - 1) >> low)
+    upper, entry = victim.below((place.plan.chunk_numel - 1) >> low), victim.between(1, count)
+    ones = (((1 << count) - 1) << upper) if upper + count <= width else (1 << count) - 1
+    put(words, begin + count * low, ones, width)
+    for other in range(count):
+        put(words, begin + other * low, min(other, (1 << low) - 1), low)
+    put(words, begin + entry * low, get(words, begin + (entry - 1) * low, low), low)
+    return True
+
+
+def lie_about_counts(victim: Victim, words: Tensor, place: Place) -> bool:
+    """A chunk has one more or fewer than it has, or none, or all, or more than all."""
+    if place.payload.counts is None:
+        return False
+    width, chunk = place.plan.chunk_numel.bit_length(), victim.below(place.plan.chunks)
+    count, length = place.counts()[chunk], place.plan.chunk_numel
+    lies = [lie for lie in (count + 1, count - 1, 0, length, (1 << width) - 1) if lie >= 0 and lie != count]
+    put(words, place.bit("counts") + chunk * width, lies[victim.below(len(lies))], width)
+    return True
+
+
+def lie_about_scales(victim: Victim, words: Tensor, place: Place) -> bool:
+    scales = place.plan.chunks * place.plan.values.scales
+    if not scales:
+        return False
+    lie = (0x7F80, 0x7FC0, 0xFF80, 0x8000, 0xBF80, 0xFFFF)[victim.below(6)]
+    put(words, place.bit("scales") + 16 * victim.below(scales), lie, 16)
+    return True
+
+
+def lie_about_values(victim: Victim, words: Tensor, place: Place) -> bool:
+    lies = {
+        ValueCode.FP32: (0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF),
+        ValueCode.BF16: (0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF),
+        ValueCode.FP16: (0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF),
+    }.get(place.plan.values)
+    entries = sum(place.counts())
+    if lies is None or not entries:
+        return False
+    bits = place.plan.values.bits
+    put(words, place.bit("values") + bits * victim.below(entries), lies[victim.below(5)], bits)
+    return True
+
+
+LIES = (lie_about_indices, lie_about_a_repeated_index, lie_about_counts, lie_about_scales, lie_about_values)
+FIELDS = {
+    lie_about_indices: {"indices"},
+    lie_about_a_repeated_index: {"indices"},
+    lie_about_counts: {"counts", "indices", "count", "length", "values"},
+    lie_about_scales: {"scales"},
+    lie_about_values: {"values"},
+}
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_a_lie_is_always_found_out_and_named(name: str) -> None:
+    victim = make_victim(name)
+    places = places_of(victim)
+    for number in range(CASES // (4 * len(BUCKETS)) + 1):
+        lie, place, gathered = LIES[number % len(LIES)], places[victim.below(len(places))], victim.copy()
+        words = victim.words(gathered)
+        if lie(victim, words, place):
+            reseal_(words, KERNELS)
+            error = require_refused(victim, gathered, f"{lie.__name__} number {number}")
+            assert error.field in FIELDS[lie], f"{lie.__name__} number {number}: {error}"
+
+
+def test_buckets_are_of_every_kind() -> None:
+    plans = [one for name in BUCKETS for one in make_victim(name).gathered.plan.plans if one.chunks]
+    assert {plan_layout(one, one.entries).code for one in plans} == set(IndexCode)
+    assert {one.values for one in plans} == set(ValueCode)
+    assert {(one.is_variable, one.exact) for one in plans} == {(False, False), (True, False), (True, True)}
+
+
+def test_what_is_not_damaged_is_decoded() -> None:
+    for name in BUCKETS:
+        victim = make_victim(name)
+        open_(victim.gathered, victim.guarded.outs, KERNELS)
+        assert victim.guarded.are_finite()
+        assert all(bool((out != OLD_VALUE).any()) for out in victim.guarded.outs if out.numel())
+        victim.guarded.require_guards_and_refill()
