@@ -54,16 +54,25 @@ class Result:
 
 
 def all_suites() -> list[Suite]:
-    plain = [Suite(name, name, partial(plain_command, name)) for name in ("arch", "unit", "ranks", "emulated")]
-    return plain + [
+    plain = {name: partial(plain_command, name) for name in ("arch", "unit", "ranks", "emulated")} | {
+        "unit": unit_command
+    }
+    mpi = [
         Suite("mpi", f"mpi, {launcher}, {size} ranks", partial(mpi_command, launcher, size))
         for launcher in MPIS
         for size in MPI_SIZES
     ]
+    return [*(Suite(name, name, find_command) for name, find_command in plain.items()), *mpi]
 
 
 def plain_command(name: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-m", "pytest", "-q", f"tests/{name}"], {}
+
+
+def unit_command() -> tuple[list[str], dict[str, str]]:
+    """Unit tests compute alone, in one thread, and need nothing but a core: two files at a time."""
+    command, _ = plain_command("unit")
+    return [*command, "-n", "2", "--dist", "loadfile"], {"OMP_NUM_THREADS": "1"}
 
 
 def mpi_command(launcher: Launcher, size: int) -> tuple[list[str], dict[str, str]]:

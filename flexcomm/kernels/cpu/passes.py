@@ -271,16 +271,24 @@ def decode_chunks(
     ``sections[sender]`` holds where indices, scales and values begin, in words, and then how indices are written.
     """
     tiles, desk, lanes = make_tiles(target, job), make_desk(job), lanes_of(job)
-    given = np.empty(lanes * job.chunk_numel, np.float32)
+    given, touched = np.zeros(lanes * job.chunk_numel, np.int32), np.empty(lanes * job.chunk_numel + 1, np.int32)
+    # Where indices are not sent, everybody sends the same ones.
+    senders = sections.shape[0]
+    counted = by_contributors and sections[0, 3] != _NO_INDEX
     for begin in range(first, last, lanes):
-        many = min(lanes, last - begin)
+        many, places = min(lanes, last - begin), 0
         total = tiles.coefs.reshape(-1)[: many * job.chunk_numel]
         total[:] = _ZERO
-        given[:] = _ZERO
-        for sender in range(sections.shape[0]):
+        for sender in range(senders):
             count = get_entries(begin, many, job, words, sections[sender], before, sender, desk)
-            add(total, given, count, desk)
-        average(total, given, by_contributors, sections.shape[0])
+            add(total, count, desk)
+            if counted:
+                places = count_contributors(given, touched, places, count, desk)
+        if counted:
+            divide_by_contributors(total, given, touched, places)
+        elif senders > 1:
+            for i in range(total.size):
+                total[i] = total[i] / np.float32(senders)
         store_chunks(target, begin, many, job, tiles)
 
 
@@ -316,27 +324,34 @@ def get_index_run(
 
 
 @compiled
-def add(total: Floats, given: Floats, count: Int, desk: Desk) -> None:
+def add(total: Floats, count: Int, desk: Desk) -> None:
     sent, picks = desk.taken, desk.picks
     if count == total.size:
         for i in range(count):
             total[i] += sent[i]
-            given[i] += _ONE
         return
     for entry in range(count):
-        at = picks[entry]
-        total[at] += sent[entry]
-        given[at] += _ONE
+        total[picks[entry]] += sent[entry]
 
 
 @compiled
-def average(total: Floats, given: Floats, by_contributors: Int, senders: Int) -> None:
-    if by_contributors:
-        for i in range(total.size):
-            total[i] = total[i] / max(given[i], _ONE)
-    elif senders > 1:
-        for i in range(total.size):
-            total[i] = total[i] / np.float32(senders)
+def count_contributors(given: Ints, touched: Ints, places: Int, count: Int, desk: Desk) -> Int:
+    """Count one more sender of each pick; return how many places were picked so far, which ``touched`` lists."""
+    for entry in range(count):
+        at = desk.picks[entry]
+        touched[places] = at
+        places += given[at] == 0
+        given[at] += np.int32(1)
+    return places
+
+
+@compiled
+def divide_by_contributors(total: Floats, given: Ints, touched: Ints, places: Int) -> None:
+    """Divide the picked places' sums, and forget the counts."""
+    for place in range(places):
+        at = touched[place]
+        total[at] = total[at] / np.float32(given[at])
+        given[at] = 0
 
 
 @compiled

@@ -20,7 +20,7 @@ _LARGEST = int(Selection.LARGEST)
 _ABOVE = int(Selection.ABOVE)
 _SHUFFLED = int(Selection.SHUFFLED)
 _LOW32 = 0xFFFFFFFF
-_SIX_OCTAVES = 6 << 23
+_TWO_OCTAVES = 2 << 23
 
 
 @compiled
@@ -50,23 +50,27 @@ def bound_of_largest(magnitudes: Ints, keep: Int) -> Int:
     top = np.int32(0)
     for i in range(magnitudes.size):
         top = max(top, magnitudes[i])
-    low, high = max(np.int64(0), np.int64(top) - _SIX_OCTAVES), np.int64(top) + 1
+    low, high = max(np.int64(0), np.int64(top) - _TWO_OCTAVES), np.int64(top) + 1
     reaching = count_reaching(magnitudes, low)
-    if reaching < keep:
-        low, high = np.int64(0), low
+    while reaching < keep:
+        low, high = low >> 1, low
+        reaching = count_reaching(magnitudes, low)
     while reaching != keep and high - low > 1:
         middle = (low + high) >> 1
         reaching = count_reaching(magnitudes, middle)
-        if reaching >= keep:
-            low = middle
-        else:
-            high = middle
+        # Two choices, not a branch: which half it is cannot be predicted.
+        enough = reaching >= keep
+        low = middle if enough else low
+        high = high if enough else middle
     return low
 
 
 @compiled
-def bound_by_maxima(magnitudes: Ints, keep: Int, tops: Ints, few: Ints) -> Int:
-    """Return what :func:`bound_of_largest` does, of a long row, looking closely at few of its magnitudes."""
+def pick_by_maxima(magnitudes: Ints, keep: Int, tops: Ints, few: Ints, picks: Ints, base: Int) -> tuple[Int, Int]:
+    """Pick those that reach the bound of the ``keep`` largest of a long row, looking closely at few of them.
+
+    Returns the bound and how many reach it.
+    """
     spread = tops.size
     tops[:] = 0
     for begin in range(0, magnitudes.size - spread + 1, spread):
@@ -74,20 +78,24 @@ def bound_by_maxima(magnitudes: Ints, keep: Int, tops: Ints, few: Ints) -> Int:
             tops[i] = max(tops[i], magnitudes[begin + i])
     # `keep` of these maxima reach the floor, so at least as many magnitudes do, and seldom many more.
     floor = bound_of_largest(tops, keep)
-    count = collect(magnitudes, floor, few, 0)
+    count = collect(magnitudes, floor, picks, base)
     for entry in range(count):
-        few[entry] = magnitudes[few[entry]]
-    return max(floor, bound_of_largest(few[:count], keep))
+        few[entry] = magnitudes[picks[entry] - base]
+    bound, found = max(floor, bound_of_largest(few[:count], keep)), 0
+    for entry in range(count):
+        picks[found] = picks[entry]
+        found += few[entry] >= bound
+    return bound, found
 
 
 @compiled
 def pick_largest(magnitudes: Ints, keep: Int, tops: Ints, few: Ints, picks: Ints, base: Int) -> Int:
     """Pick the ``keep`` largest magnitudes, in order; of equals those of lowest index."""
     if 4 * tops.size <= magnitudes.size:
-        bound = bound_by_maxima(magnitudes, keep, tops, few)
+        bound, count = pick_by_maxima(magnitudes, keep, tops, few, picks, base)
     else:
         bound = bound_of_largest(magnitudes, keep)
-    count = collect(magnitudes, bound, picks, base)
+        count = collect(magnitudes, bound, picks, base)
     return count if count == keep else drop_ties(magnitudes, bound, keep, picks, base, count)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,13 +12,14 @@ from flexcomm.kernels.cpu.floats import bf16_bits, fp16_bits, fp16_value, from_b
 from flexcomm.kernels.cpu.records import BFLOAT16, FLOAT32, FLOAT64
 
 if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Float, Floats, Int
+    from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Ints
     from flexcomm.kernels.cpu.records import Job, Memory, Source, Tiles, Transform
 
 __all__ = ["lanes_of", "load_chunks", "store_chunks"]
 
 _ZERO = np.float32(0.0)
 _TILE = 4096
+_FIRST = np.zeros(1, np.int32)
 _BUTTERFLY = butterflies.BUTTERFLY
 _MIX = butterflies.MIX
 _SCALE = butterflies.SCALE
@@ -56,41 +57,93 @@ def lanes_of(job: Job) -> Int:
     return max(16, _TILE // job.chunk_numel)
 
 
-@compiled
-def load(memory: Memory, begin: Int, count: Int, row: Floats) -> None:
-    """Fill the row with elements as float32, and zeros behind them."""
-    end = begin + count
-    if memory.kind == FLOAT32:
-        row[:count] = memory.floats[begin:end]
-    elif memory.kind == FLOAT64:
-        doubles = memory.doubles[begin:end]
-        for i in range(count):
-            row[i] = np.float32(doubles[i])
-    else:
-        halves = memory.halves[begin:end]
-        for i in range(count):
-            code = np.int64(halves[i])
-            row[i] = from_bits(code << 16) if memory.kind == BFLOAT16 else fp16_value(code)
-    row[count:] = _ZERO
+class Block(NamedTuple):
+    """Some rows of a matrix, ``stride`` elements apart, in a tensor's memory."""
+
+    begin: Int
+    stride: Int
+    rows: Int
+    cols: Int
 
 
 @compiled
-def store(memory: Memory, begin: Int, count: Int, row: Floats, factor: Float) -> None:
-    """Write ``count`` of the row's elements, multiplied by the factor."""
-    end = begin + count
+def load(memory: Memory, block: Block, work: Floats) -> None:
+    """Fill rows with a block's elements as float32, and zeros behind them.
+
+    Called for a block, not for a row: handing over what it needs would cost more than to copy 64 elements.
+    """
     if memory.kind == FLOAT32:
-        floats = memory.floats[begin:end]
-        for i in range(count):
-            floats[i] = row[i] * factor
+        load_floats(memory.floats, block, work)
     elif memory.kind == FLOAT64:
-        doubles = memory.doubles[begin:end]
-        for i in range(count):
-            doubles[i] = row[i] * factor
+        load_floats(memory.doubles, block, work)
     else:
-        halves = memory.halves[begin:end]
-        for i in range(count):
-            bits = to_bits(row[i] * factor)
-            halves[i] = bf16_bits(bits) if memory.kind == BFLOAT16 else fp16_bits(bits)
+        load_halves(memory.halves, memory.kind, block, work)
+    for i in range(block.rows):
+        for j in range(block.cols, work.shape[1]):
+            work[i, j] = _ZERO
+
+
+@compiled
+def load_floats(floats: Any, block: Block, work: Floats) -> None:
+    for i in range(block.rows):
+        begin = block.begin + i * block.stride
+        line, row = floats[begin : begin + block.cols], work[i]
+        for j in range(block.cols):
+            row[j] = line[j]
+
+
+@compiled
+def load_halves(halves: Halves, kind: Int, block: Block, work: Floats) -> None:
+    for i in range(block.rows):
+        begin = block.begin + i * block.stride
+        line, row = halves[begin : begin + block.cols], work[i]
+        for j in range(block.cols):
+            code = np.int64(line[j])
+            row[j] = from_bits(code << 16) if kind == BFLOAT16 else fp16_value(code)
+
+
+@compiled
+def store(memory: Memory, block: Block, work: Floats, order: Ints, factor: Float) -> None:
+    """Write a block's elements: rows taken in the given order, multiplied by the factor."""
+    if memory.kind == FLOAT32:
+        store_floats(memory.floats, block, work, order, factor)
+    elif memory.kind == FLOAT64:
+        store_floats(memory.doubles, block, work, order, factor)
+    else:
+        store_halves(memory.halves, memory.kind, block, work, order, factor)
+
+
+@compiled
+def store_floats(floats: Any, block: Block, work: Floats, order: Ints, factor: Float) -> None:
+    for i in range(block.rows):
+        begin = block.begin + i * block.stride
+        line, row = floats[begin : begin + block.cols], work[order[i]]
+        for j in range(block.cols):
+            line[j] = row[j] * factor
+
+
+@compiled
+def store_halves(halves: Halves, kind: Int, block: Block, work: Floats, order: Ints, factor: Float) -> None:
+    for i in range(block.rows):
+        begin = block.begin + i * block.stride
+        line, row = halves[begin : begin + block.cols], work[order[i]]
+        for j in range(block.cols):
+            bits = to_bits(row[j] * factor)
+            line[j] = bf16_bits(bits) if kind == BFLOAT16 else fp16_bits(bits)
+
+
+@compiled
+def flat_block(chunk: Int, many: Int, job: Job) -> Block:
+    """Return chunks of a single row, which lie one behind the other, as one long row."""
+    begin = chunk * job.chunk_cols
+    return Block(begin, 0, 1, min(many * job.chunk_cols, job.cols - begin))
+
+
+@compiled
+def square_block(chunk: Int, job: Job) -> Block:
+    top, left = chunk // job.grid_cols * job.chunk_rows, chunk % job.grid_cols * job.chunk_cols
+    rows, cols = min(job.chunk_rows, job.rows - top), min(job.chunk_cols, job.cols - left)
+    return Block(top * job.cols + left, job.cols, rows, cols)
 
 
 @compiled
@@ -99,8 +152,8 @@ def load_chunks(source: Source, chunk: Int, many: Int, job: Job, tiles: Tiles) -
     if job.rows > 1:
         load_block(source, chunk, job, tiles)
         return
-    flat, begin = tiles.coefs.reshape(-1)[: many * job.chunk_cols], chunk * job.chunk_cols
-    load(source.memory, begin, min(flat.size, job.cols - begin), flat)
+    flat = tiles.coefs.reshape(1, tiles.coefs.size)
+    load(source.memory, flat_block(chunk, many, job), flat)
     if job.transformed:
         transform_flat(tiles, many, job.chunk_cols, source.along)
 
@@ -108,13 +161,10 @@ def load_chunks(source: Source, chunk: Int, many: Int, job: Job, tiles: Tiles) -
 @compiled
 def load_block(source: Source, chunk: Int, job: Job, tiles: Tiles) -> None:
     height, width, work, turned = job.chunk_rows, job.chunk_cols, tiles.work, tiles.turned
-    top, left = chunk // job.grid_cols * height, chunk % job.grid_cols * width
-    here = min(height, job.rows - top)
-    if source.down.height > here:
+    block = square_block(chunk, job)
+    if source.down.height > block.rows:
         work[:] = _ZERO
-    for i in range(here):
-        begin = (top + i) * job.cols + left
-        load(source.memory, begin, min(width, job.cols - left), work[i])
+    load(source.memory, block, work)
     apply(work, width, source.down)
     clear_spare(turned, source.along, width)
     for i in range(height):
@@ -136,8 +186,8 @@ def store_chunks(source: Source, chunk: Int, many: Int, job: Job, tiles: Tiles) 
         return
     if job.transformed:
         transform_flat(tiles, many, job.chunk_cols, source.along)
-    flat, begin = tiles.coefs.reshape(-1)[: many * job.chunk_cols], chunk * job.chunk_cols
-    store(source.memory, begin, min(flat.size, job.cols - begin), flat, source.factor)
+    flat = tiles.coefs.reshape(1, tiles.coefs.size)
+    store(source.memory, flat_block(chunk, many, job), flat, _FIRST, source.factor)
 
 
 @compiled
@@ -155,10 +205,7 @@ def store_block(source: Source, chunk: Int, job: Job, tiles: Tiles) -> None:
         for i in range(height):
             work[source.down.inputs[i], j] = line[i]
     apply(work, width, source.down)
-    top, left = chunk // job.grid_cols * height, chunk % job.grid_cols * width
-    for i in range(min(height, job.rows - top)):
-        begin, line = (top + i) * job.cols + left, work[source.down.outputs[i]]
-        store(source.memory, begin, min(width, job.cols - left), line, source.factor)
+    store(source.memory, square_block(chunk, job), work, source.down.outputs, source.factor)
 
 
 @compiled
