@@ -8,12 +8,15 @@ put into buckets changes no bit of the result.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import torch
+
 from flexcomm.compress import Compressor, TensorSpec, dense, draw_for
-from flexcomm.errors import CompressorError, InvalidTensorError, NonFiniteError, WireError
+from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
 from flexcomm.kernels import Average, Kernels, Momentum, Payload, TensorPlan
 from flexcomm.wire import (
     ALIGNMENT,
@@ -38,6 +41,7 @@ __all__ = ["BucketPlan", "decode_bucket_", "encode_bucket_", "plan_bucket", "reg
 _WORD_NBYTES = 4
 _HEADER_NWORDS = HEADER_NBYTES // _WORD_NBYTES
 _TINY_NUMEL = 64
+_NUMBERS = 1 << 64
 _NO_MOMENTUM = Momentum()
 
 
@@ -78,6 +82,11 @@ def plan_bucket(specs: tuple[TensorSpec, ...], compressor: Compressor) -> Bucket
 
 def _plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
     plan, whole = compressor.plan(spec), dense().plan(spec)
+    if plan.rows * plan.cols != math.prod(spec.shape):
+        raise CompressorError(
+            f"{compressor} plans {plan.rows} x {plan.cols} elements for {spec.name} of {list(spec.shape)}: its "
+            f"plan must cover the tensor exactly."
+        )
     # How long an exact payload gets is known only afterwards; a tiny tensor's is judged by its greatest length.
     entries = 0 if plan.exact and plan.cols * plan.rows > _TINY_NUMEL else plan.entries
     return plan if plan_layout(plan, entries).nwords <= plan_layout(whole, whole.entries).nwords else whole
@@ -105,10 +114,14 @@ def encode_bucket_(
 ) -> int:
     """Fill ``buffer`` and move what it holds out of the states; return how many of its bytes are used.
 
-    Raises ``NonFiniteError``, naming the tensors, before any state is touched.
+    Whatever is wrong with the arguments raises before any state is touched: ``NonFiniteError``, naming the tensors, if
+    one holds NaN. Only a state that holds NaN itself is found later.
     """
-    _check_tensors(plan, tensors)
     momenta = momenta or [_NO_MOMENTUM] * len(tensors)
+    _check_tensors(plan, tensors)
+    _check_buffer_room(plan, buffer)
+    _check_momenta(plan, momenta)
+    _check_numbers(step, sequence)
     unfit = [spec.name for spec, x in zip(plan.specs, tensors, strict=True) if not kernels.is_fit(x)]
     if unfit:
         raise NonFiniteError(
@@ -139,10 +152,43 @@ def _check_tensors(plan: BucketPlan, tensors: Sequence[Tensor]) -> None:
             )
 
 
+def _check_buffer_room(plan: BucketPlan, buffer: Tensor) -> None:
+    # Kernels write where the plan says, without looking: too short a buffer would be written past its end.
+    if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.numel() < plan.nbytes:
+        raise InvalidTensorError(
+            f"the buffer is {buffer.dtype} of {buffer.numel()} elements, but the plan needs contiguous torch.uint8 of "
+            f"{plan.nbytes}: allocate plan.nbytes."
+        )
+
+
+def _check_momenta(plan: BucketPlan, momenta: Sequence[Momentum]) -> None:
+    if len(momenta) != len(plan.specs):
+        raise InvalidTensorError(f"the plan is for {len(plan.specs)} tensors, but {len(momenta)} momenta were given.")
+    for spec, one, momentum in zip(plan.specs, plan.plans, momenta, strict=True):
+        for state in (momentum.state, momentum.next_state):
+            if state is not None and not _is_state_of(one, state):
+                raise InvalidTensorError(
+                    f"the state of {spec.name} is {state.dtype} {list(state.shape)}, but must be contiguous "
+                    f"torch.float32 {list(one.state_shape)}: make it from the bucket's plan, and reset one that was "
+                    f"made for another."
+                )
+
+
+def _is_state_of(plan: TensorPlan, state: Tensor) -> bool:
+    return state.dtype == torch.float32 and tuple(state.shape) == plan.state_shape and state.is_contiguous()
+
+
+def _check_numbers(step: int, sequence: int) -> None:
+    if not (0 <= step < _NUMBERS and 0 <= sequence < _NUMBERS):
+        raise InvalidArgumentError(f"step is {step} and sequence {sequence}, but both must be from 0 to 2**64 - 1.")
+
+
 def regions_of(senders: Sequence[str], nbytes: Sequence[int]) -> list[Region]:
-    """Return where buffers are that lie one behind the other."""
+    """Return where buffers are that lie one behind the other; lengths may come from the senders."""
     regions, start = [], 0
     for sender, length in zip(senders, nbytes, strict=True):
+        if length < 0 or length % ALIGNMENT:
+            raise WireError(sender, "length", f"it has {length} bytes, but buffers are multiples of {ALIGNMENT}.")
         regions.append(Region(sender, start, length // _WORD_NBYTES))
         start += length // _WORD_NBYTES
     return regions
@@ -164,11 +210,21 @@ def decode_bucket_(
     Everything is checked before anything is written: a ``WireError`` names the sender and leaves all as it was.
     """
     _check_tensors(plan, tensors)
+    _check_outputs(plan, tensors)
+    _check_numbers(step, sequence)
+    if not regions:
+        raise InvalidArgumentError("there are no buffers to average: give the region of at least one sender.")
     words = to_words(gathered)
     payloads = [_check_buffer(plan, words, region, step, sequence, kernels) for region in regions]
     for number, (spec, one, out) in enumerate(zip(plan.specs, plan.plans, tensors, strict=True)):
         draw = draw_for(one, step, spec.name)
-        kernels.decode_(words, [found[number] for found in payloads], one, draw, average, out)
+        kernels.decode_(words, [found[number] for found in payloads], one, draw, average, out.detach())
+
+
+def _check_outputs(plan: BucketPlan, tensors: Sequence[Tensor]) -> None:
+    for spec, out in zip(plan.specs, tensors, strict=True):
+        if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+            raise InvalidTensorError(f"the output {spec.name} is expanded, elements share memory: give it a clone.")
 
 
 def _check_buffer(

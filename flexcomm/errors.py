@@ -49,7 +49,7 @@ class CompressorError(FlexcommError, ValueError):
 
 
 class NonFiniteError(FlexcommError):
-    """A tensor to be sent holds NaN, infinity or a number too large to be summed; nothing was changed."""
+    """A tensor to be sent, or what was kept of it, holds NaN, infinity or a number too large to be summed."""
 
 
 class WireError(FlexcommError):

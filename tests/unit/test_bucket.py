@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,11 +25,11 @@ from flexcomm.compress import (
     threshold,
     top_k,
 )
-from flexcomm.errors import CompressorError, InvalidTensorError, NonFiniteError, WireError
-from flexcomm.kernels import Momentum, ReferenceKernels
+from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
+from flexcomm.kernels import Momentum, ReferenceKernels, TensorPlan
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.wire import HEADER_NBYTES
-from tests.unit.buckets import SEQUENCE, STEP, Gathered, blank_states, gather, opened, specs_of
+from tests.unit.buckets import SEQUENCE, STEP, Gathered, blank_states, gather, open_, opened, specs_of
 
 REFERENCE, CPU = ReferenceKernels(), CpuKernels(1)
 VALUES = ("fp32", "bf16", "fp16", "int8", "sign", "sign2")
@@ -227,3 +228,55 @@ def test_a_region_beyond_what_was_gathered_is_refused() -> None:
     with pytest.raises(WireError, match=r"node 0.*length") as caught:
         opened(cut, CPU)
     assert caught.value.field == "length"
+
+
+X = torch.arange(1.0, 4097.0)
+MISUSES = {
+    "a short buffer": {"buffer": torch.zeros(4096, dtype=torch.uint8)[:128]},
+    "a buffer of floats": {"buffer": torch.zeros(4096)},
+    "a buffer with gaps": {"buffer": torch.zeros(8192, dtype=torch.uint8)[::2]},
+    "a state of another shape": {"state": torch.zeros(1, 64)},
+    "a state of another dtype": {"state": torch.zeros(1, 4096, dtype=torch.float64)},
+    "a state with gaps": {"state": torch.zeros(1, 8192)[:, ::2]},
+    "two momenta": {"momenta": 2},
+    "a negative step": {"step": -1},
+    "too large a sequence": {"sequence": 1 << 64},
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
+def test_what_cannot_be_encoded_is_refused_before_anything_changes(misuse: dict[str, object]) -> None:
+    plan = plan_bucket(specs_of([X]), top_k(0.1))
+    buffer = misuse.get("buffer", torch.zeros(plan.nbytes, dtype=torch.uint8))
+    state = misuse.get("state", torch.zeros(1, 4096))
+    momenta = [Momentum(state, state)] * misuse.get("momenta", 1)
+    numbers = {name: misuse.get(name, 0) for name in ("step", "sequence")}
+    with pytest.raises((InvalidTensorError, InvalidArgumentError)):
+        encode_bucket_(plan, [X], buffer, kernels=CPU, momenta=momenta, **numbers)
+    assert not state.any()
+    assert not buffer.any()
+
+
+def test_a_plan_for_another_size_is_refused() -> None:
+    class Elsewhere:
+        def plan(self, tensor: TensorSpec) -> TensorPlan:
+            return top_k(0.1).plan(tensor._replace(shape=(100_000,)))
+
+    with pytest.raises(CompressorError, match="cover the tensor exactly"):
+        plan_bucket(specs_of([X]), Elsewhere())
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_first_is() -> None:
+    gathered = gather(top_k(1.0), [[X, X]], CPU)
+    first, expanded = torch.zeros(4096), torch.zeros(1).expand(4096)
+    with pytest.raises(InvalidTensorError, match="expanded"):
+        open_(gathered, [first, expanded], CPU)
+    with pytest.raises(InvalidArgumentError, match="no buffers"):
+        open_(replace(gathered, nbytes=[]), [first, first], CPU)
+    assert not first.any()
+
+
+@pytest.mark.parametrize("nbytes", [-16, 3, 67])
+def test_lengths_that_no_buffer_has_are_refused(nbytes: int) -> None:
+    with pytest.raises(WireError, match=r"node 1.*length"):
+        regions_of(["node 0", "node 1"], [64, nbytes])
