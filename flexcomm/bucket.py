@@ -11,17 +11,20 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from flexcomm.compress import Compressor, TensorSpec, dense, draw_for
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
-from flexcomm.kernels import Average, Kernels, Momentum, Payload, TensorPlan
+from flexcomm.kernels import Average, Kernels, Momentum, Payload, Selection, TensorPlan
 from flexcomm.wire import (
     ALIGNMENT,
-    HEADER_NBYTES,
+    HEADER_NWORDS,
+    SENT_LIKE_THAT,
     VERSION,
+    WORD_NBYTES,
     Envelope,
     Region,
     find_payload,
@@ -36,10 +39,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["BucketPlan", "decode_bucket_", "encode_bucket_", "plan_bucket", "regions_of"]
+__all__ = ["BucketPlan", "decode_bucket_", "encode_bucket_", "is_dense", "plan_bucket", "regions_of"]
 
-_WORD_NBYTES = 4
-_HEADER_NWORDS = HEADER_NBYTES // _WORD_NBYTES
 _TINY_NUMEL = 64
 _NUMBERS = 1 << 64
 _NO_MOMENTUM = Momentum()
@@ -68,16 +69,28 @@ class BucketPlan:
         return -1 if any(plan.is_variable for plan in self.plans) else sum(plan.entries for plan in self.plans)
 
 
-@lru_cache(maxsize=1024)
-def plan_bucket(specs: tuple[TensorSpec, ...], compressor: Compressor) -> BucketPlan:
+def plan_bucket(specs: Sequence[TensorSpec], compressor: Compressor) -> BucketPlan:
     """Return how these tensors share a buffer. A tensor that would be longer than if sent whole is sent whole."""
+    try:
+        hash(compressor)
+    except TypeError as error:
+        raise CompressorError(
+            f"{compressor} cannot be hashed ({error}), but plans are kept by the settings they follow from: make "
+            f"{type(compressor).__name__} a dataclass(frozen=True) of settings that can be."
+        ) from error
+    plain = tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs)
+    return _plan_bucket(plain, compressor)
+
+
+@lru_cache(maxsize=1024)
+def _plan_bucket(specs: tuple[TensorSpec, ...], compressor: Compressor) -> BucketPlan:
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise CompressorError(f"several tensors of one bucket are called {', '.join(twice)}: give each its own name.")
     plans = tuple(_plan_tensor(spec, compressor) for spec in specs)
-    nwords = _HEADER_NWORDS + sum(plan_layout(plan, plan.entries).nwords for plan in plans)
-    return BucketPlan(specs, plans, _aligned(nwords) * _WORD_NBYTES, _digest(specs, plans))
+    nwords = HEADER_NWORDS + sum(plan_layout(plan, plan.entries).nwords for plan in plans)
+    return BucketPlan(specs, plans, _aligned(nwords) * WORD_NBYTES, _digest(specs, plans))
 
 
 def _plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
@@ -87,18 +100,25 @@ def _plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
             f"{compressor} plans {plan.rows} x {plan.cols} elements for {spec.name} of {list(spec.shape)}: its "
             f"plan must cover the tensor exactly."
         )
+    if is_dense(plan):
+        return plan
     # How long an exact payload gets is known only afterwards; a tiny tensor's is judged by its greatest length.
     entries = 0 if plan.exact and plan.cols * plan.rows > _TINY_NUMEL else plan.entries
     return plan if plan_layout(plan, entries).nwords <= plan_layout(whole, whole.entries).nwords else whole
 
 
+def is_dense(plan: TensorPlan) -> bool:
+    """Return whether a plan sends every element as a float: in a dtype that was asked for, so none replaces it."""
+    return plan.selection is Selection.EVERYTHING and not plan.transformed and not plan.values.scales
+
+
 def _digest(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> int:
-    text = repr((VERSION, [(spec.name, tuple(spec.shape), str(spec.dtype)) for spec in specs], plans))
+    text = repr((VERSION, [(spec.name, spec.shape, str(spec.dtype)) for spec in specs], plans))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _aligned(nwords: int) -> int:
-    step = ALIGNMENT // _WORD_NBYTES
+    step = ALIGNMENT // WORD_NBYTES
     return -(-nwords // step) * step
 
 
@@ -117,70 +137,93 @@ def encode_bucket_(
     Whatever is wrong with the arguments raises before any state is touched: ``NonFiniteError``, naming the tensors, if
     one holds NaN. Only a state that holds NaN itself is found later.
     """
-    momenta = momenta or [_NO_MOMENTUM] * len(tensors)
-    _check_tensors(plan, tensors)
-    _check_buffer_room(plan, buffer)
-    _check_momenta(plan, momenta)
-    _check_numbers(step, sequence)
+    momenta = [_NO_MOMENTUM] * len(tensors) if momenta is None else momenta
+    words = _words_to_fill(plan, buffer)
+    _check_tensors(plan, tensors, buffer.device)
+    _check_momenta(plan, momenta, buffer.device)
+    _check_numbers(step=step, sequence=sequence)
     unfit = [spec.name for spec, x in zip(plan.specs, tensors, strict=True) if not kernels.is_fit(x)]
     if unfit:
         raise NonFiniteError(
-            f"NaN, infinity or a magnitude of 2**100 or more in {', '.join(unfit)}; nothing was changed."
+            f"NaN, infinity or a magnitude of 2**100 or more in {', '.join(unfit)}; nothing was changed. Skip this "
+            f"step on every rank; if that happens often, lower the learning rate or the loss scale, or clip."
         )
-    words, position, count = to_words(buffer), _HEADER_NWORDS, 0
+    position, count = HEADER_NWORDS, 0
     for spec, one, x, momentum in zip(plan.specs, plan.plans, tensors, momenta, strict=True):
         survey = kernels.survey(x, one, momentum) if one.is_variable else None
         entries = one.entries if survey is None else int(survey.counts.sum())
         layout = plan_layout(one, entries if one.exact else one.entries)
         payload = words[position : position + layout.nwords]
         if not kernels.encode_(x, payload, one, layout, draw_for(one, step, spec.name), momentum, survey):
-            raise NonFiniteError(f"the state kept for {spec.name} holds NaN or infinity; clear or reload it.")
+            raise NonFiniteError(
+                f"the state kept for {spec.name} holds NaN or infinity, and states of this bucket have changed: zero "
+                f"them all, or load them from a checkpoint."
+            )
         position, count = position + layout.nwords, count + entries
     end = _aligned(position)
     words[position:end] = 0
     seal_(words[:end], Envelope(plan.digest, step, sequence, count), kernels)
-    return end * _WORD_NBYTES
+    return end * WORD_NBYTES
 
 
-def _check_tensors(plan: BucketPlan, tensors: Sequence[Tensor]) -> None:
-    if len(tensors) != len(plan.specs):
-        raise InvalidTensorError(f"the plan is for {len(plan.specs)} tensors, but {len(tensors)} were given.")
-    for spec, x in zip(plan.specs, tensors, strict=True):
-        if tuple(x.shape) != tuple(spec.shape) or x.dtype != spec.dtype:
-            raise InvalidTensorError(
-                f"{spec.name} is {x.dtype} {list(x.shape)}, but the plan is for {spec.dtype} {list(spec.shape)}."
-            )
-
-
-def _check_buffer_room(plan: BucketPlan, buffer: Tensor) -> None:
+def _words_to_fill(plan: BucketPlan, buffer: Tensor) -> Tensor:
     # Kernels write where the plan says, without looking: too short a buffer would be written past its end.
-    if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.numel() < plan.nbytes:
+    words = to_words(buffer)
+    if words.numel() * WORD_NBYTES < plan.nbytes:
         raise InvalidTensorError(
-            f"the buffer is {buffer.dtype} of {buffer.numel()} elements, but the plan needs contiguous torch.uint8 of "
-            f"{plan.nbytes}: allocate plan.nbytes."
+            f"the buffer has {buffer.numel()} bytes, but the plan needs {plan.nbytes}: allocate plan.nbytes."
         )
+    return words
 
 
-def _check_momenta(plan: BucketPlan, momenta: Sequence[Momentum]) -> None:
-    if len(momenta) != len(plan.specs):
-        raise InvalidTensorError(f"the plan is for {len(plan.specs)} tensors, but {len(momenta)} momenta were given.")
+def _check_tensors(plan: BucketPlan, tensors: Sequence[Tensor], device: torch.device) -> None:
+    _check_number_of("tensors", len(tensors), plan)
+    for spec, x in zip(plan.specs, tensors, strict=True):
+        if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
+            raise InvalidTensorError(
+                f"{spec.name} is {x.dtype} {list(x.shape)}, but the plan is for {spec.dtype} {list(spec.shape)}: pass "
+                f"tensors in the plan's order, and plan anew for one that has changed."
+            )
+        _check_device(spec.name, x, device)
+
+
+def _check_momenta(plan: BucketPlan, momenta: Sequence[Momentum], device: torch.device) -> None:
+    _check_number_of("momenta", len(momenta), plan)
     for spec, one, momentum in zip(plan.specs, plan.plans, momenta, strict=True):
         for state in (momentum.state, momentum.next_state):
-            if state is not None and not _is_state_of(one, state):
+            if state is None:
+                continue
+            if state.dtype != torch.float32 or tuple(state.shape) != one.state_shape or not state.is_contiguous():
                 raise InvalidTensorError(
                     f"the state of {spec.name} is {state.dtype} {list(state.shape)}, but must be contiguous "
                     f"torch.float32 {list(one.state_shape)}: make it from the bucket's plan, and reset one that was "
                     f"made for another."
                 )
+            _check_device(f"the state of {spec.name}", state, device)
 
 
-def _is_state_of(plan: TensorPlan, state: Tensor) -> bool:
-    return state.dtype == torch.float32 and tuple(state.shape) == plan.state_shape and state.is_contiguous()
+def _check_number_of(what: str, count: int, plan: BucketPlan) -> None:
+    if count != len(plan.specs):
+        raise InvalidTensorError(
+            f"the plan is for {len(plan.specs)} tensors, but {count} {what} were given: pass one for each of its specs."
+        )
 
 
-def _check_numbers(step: int, sequence: int) -> None:
-    if not (0 <= step < _NUMBERS and 0 <= sequence < _NUMBERS):
-        raise InvalidArgumentError(f"step is {step} and sequence {sequence}, but both must be from 0 to 2**64 - 1.")
+def _check_device(what: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise InvalidTensorError(
+            f"{what} is on {x.device}, but the buffer is on {device}: move one of them, a bucket is on one device."
+        )
+
+
+def _check_numbers(**numbers: int) -> None:
+    wrong = [f"{name} is {number!r}" for name, number in numbers.items() if not _is_countable(number)]
+    if wrong:
+        raise InvalidArgumentError(f"{' and '.join(wrong)}, but must be a whole number from 0 to 2**64 - 1.")
+
+
+def _is_countable(number: object) -> bool:
+    return not isinstance(number, bool) and isinstance(number, Integral) and 0 <= int(number) < _NUMBERS
 
 
 def regions_of(senders: Sequence[str], nbytes: Sequence[int]) -> list[Region]:
@@ -188,9 +231,13 @@ def regions_of(senders: Sequence[str], nbytes: Sequence[int]) -> list[Region]:
     regions, start = [], 0
     for sender, length in zip(senders, nbytes, strict=True):
         if length < 0 or length % ALIGNMENT:
-            raise WireError(sender, "length", f"it has {length} bytes, but buffers are multiples of {ALIGNMENT}.")
-        regions.append(Region(sender, start, length // _WORD_NBYTES))
-        start += length // _WORD_NBYTES
+            raise WireError(
+                sender,
+                "length",
+                f"it has {length} bytes, but buffers are multiples of {ALIGNMENT}: send as many as were encoded.",
+            )
+        regions.append(Region(sender, start, length // WORD_NBYTES))
+        start += length // WORD_NBYTES
     return regions
 
 
@@ -209,12 +256,14 @@ def decode_bucket_(
 
     Everything is checked before anything is written: a ``WireError`` names the sender and leaves all as it was.
     """
-    _check_tensors(plan, tensors)
+    words = to_words(gathered)
+    _check_tensors(plan, tensors, gathered.device)
     _check_outputs(plan, tensors)
-    _check_numbers(step, sequence)
+    _check_numbers(step=step, sequence=sequence)
     if not regions:
         raise InvalidArgumentError("there are no buffers to average: give the region of at least one sender.")
-    words = to_words(gathered)
+    if average not in get_args(Average):
+        raise InvalidArgumentError(f"average is {average!r}, but must be one of {', '.join(get_args(Average))}.")
     payloads = [_check_buffer(plan, words, region, step, sequence, kernels) for region in regions]
     for number, (spec, one, out) in enumerate(zip(plan.specs, plan.plans, tensors, strict=True)):
         draw = draw_for(one, step, spec.name)
@@ -231,21 +280,24 @@ def _check_buffer(
     plan: BucketPlan, words: Tensor, region: Region, step: int, sequence: int, kernels: Kernels
 ) -> list[Payload]:
     """Return where each tensor's payload is, once the whole buffer has been checked."""
-    nwords = plan.nbytes // _WORD_NBYTES
+    nwords = plan.nbytes // WORD_NBYTES
     if region.nwords > nwords or (region.nwords < nwords and not plan.exact):
         needed = f"{'at most ' if plan.exact else ''}{plan.nbytes} bytes"
         raise WireError(
-            region.sender, "length", f"it has {region.nwords * _WORD_NBYTES} bytes, the plan says {needed}."
+            region.sender,
+            "length",
+            f"it has {region.nwords * WORD_NBYTES} bytes, the plan says {needed}: hand over what was encoded, by the "
+            f"plan that all ranks share.",
         )
     if region.start + region.nwords > words.numel():
         raise WireError(
             region.sender,
             "length",
-            f"it is said to end at byte {(region.start + region.nwords) * _WORD_NBYTES}, but "
-            f"{words.numel() * _WORD_NBYTES} were gathered.",
+            f"it is said to end at byte {(region.start + region.nwords) * WORD_NBYTES}, but "
+            f"{words.numel() * WORD_NBYTES} were gathered: give regions_of the lengths that were gathered.",
         )
     announced = open_envelope(words, region, Envelope(plan.digest, step, sequence, plan.count), kernels)
-    payloads, position, count = [], _HEADER_NWORDS, 0
+    payloads, position, count = [], HEADER_NWORDS, 0
     for one in plan.plans:
         payload = find_payload(words, region, position, one, kernels)
         payloads.append(payload)
@@ -253,8 +305,11 @@ def _check_buffer(
         count += one.entries if payload.counts is None else int(payload.counts.sum())
     if _aligned(position) != region.nwords:
         raise WireError(
-            region.sender, "length", f"its tensors end at byte {position * _WORD_NBYTES}, the buffer does not."
+            region.sender,
+            "length",
+            f"its tensors end at byte {position * WORD_NBYTES}, the buffer does not. {SENT_LIKE_THAT}",
         )
     if count != announced:
-        raise WireError(region.sender, "count", f"it announces {announced} entries, but holds {count}.")
+        problem = f"it announces {announced} entries, but holds {count}."
+        raise WireError(region.sender, "count", f"{problem} {SENT_LIKE_THAT}")
     return payloads

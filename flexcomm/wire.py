@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flexcomm.errors import WireError
+from flexcomm.errors import InvalidTensorError, WireError
 from flexcomm.kernels import Fault, IndexCode, Kernels, Layout, Payload, Selection, TensorPlan
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGNMENT",
     "HEADER_NBYTES",
+    "HEADER_NWORDS",
+    "SENT_LIKE_THAT",
     "VERSION",
+    "WORD_NBYTES",
     "Envelope",
     "Region",
     "find_payload",
@@ -34,13 +37,15 @@ __all__ = [
 
 VERSION = 1
 _MAGIC = b"FLXC"
-_HEADER = struct.Struct("<4sHHQQQQQI12x")
+_HEADER = struct.Struct("<4sHHQQQQQI12s")
+_SPARE = bytes(12)
+WORD_NBYTES = 4
 HEADER_NBYTES = _HEADER.size
+HEADER_NWORDS = HEADER_NBYTES // WORD_NBYTES
 ALIGNMENT = 16
 """A buffer's bytes are a multiple of this, so that rows of gathered buffers stay aligned."""
 
-_WORD_NBYTES = 4
-_WORD_BITS = 32
+_WORD_BITS = 8 * WORD_NBYTES
 _SCALE_BITS = 16
 _CHECKSUM_WORD = 12
 _FAULTS = {
@@ -48,6 +53,10 @@ _FAULTS = {
     Fault.SCALE: ("scales", "one is negative or not finite"),
     Fault.VALUE: ("values", "one is not finite"),
 }
+SENT_LIKE_THAT = (
+    "The checksum fits, so it was sent like that: run flexcomm.testing.check_kernels there, or look at its memory."
+)
+"""What to do about a payload that contradicts itself."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def plan_layout(plan: TensorPlan, entries: int) -> Layout:
     scales = indices + _words(entries * entry_bits + plan.chunks * chunk_bits)
     values = scales + _words(plan.chunks * plan.values.scales * _SCALE_BITS)
     nwords = values + _words(entries * plan.values.bits)
-    return Layout(code, low_bits, entry_bits, chunk_bits, 0, indices, scales, values, nwords)
+    return Layout(code, low_bits, entry_bits, chunk_bits, indices, scales, values, nwords)
 
 
 class _IndexCoding(NamedTuple):
@@ -107,19 +116,27 @@ def _words(bits: int) -> int:
 
 
 def to_words(buffer: Tensor) -> Tensor:
-    """Return a uint8 buffer as the int32 words kernels work on; the same memory."""
-    return buffer.view(torch.int32)
+    """Return a uint8 buffer, of whatever shape, as the int32 words kernels work on; the same memory."""
+    if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+        gaps = "" if buffer.is_contiguous() else " with gaps"
+        raise InvalidTensorError(
+            f"a buffer is {buffer.dtype}{gaps}, but must be contiguous torch.uint8: allocate it as such, and pass "
+            f"slices of its first dim only."
+        )
+    if buffer.numel() % WORD_NBYTES or buffer.storage_offset() % WORD_NBYTES:
+        raise InvalidTensorError(
+            f"a buffer has {buffer.numel()} bytes and begins {buffer.storage_offset()} bytes into its memory, but both "
+            f"must be multiples of {WORD_NBYTES}: cut it at multiples of {ALIGNMENT}, where buffers end."
+        )
+    return buffer.view(-1).view(torch.int32)
 
 
 def seal_(words: Tensor, envelope: Envelope, kernels: Kernels) -> None:
     """Write the header of a buffer whose sections are in place."""
-    payload_nbytes = words.numel() * _WORD_NBYTES - HEADER_NBYTES
-    words[:_HEADER_NWORDS] = _header_words(envelope, payload_nbytes, 0).to(words.device)
+    payload_nbytes = words.numel() * WORD_NBYTES - HEADER_NBYTES
+    words[:HEADER_NWORDS] = _header_words(envelope, payload_nbytes, 0).to(words.device)
     checksum = _checksum(words, kernels)
-    words[:_HEADER_NWORDS] = _header_words(envelope, payload_nbytes, checksum).to(words.device)
-
-
-_HEADER_NWORDS = HEADER_NBYTES // _WORD_NBYTES
+    words[:HEADER_NWORDS] = _header_words(envelope, payload_nbytes, checksum).to(words.device)
 
 
 def _header_words(envelope: Envelope, payload_nbytes: int, checksum: int) -> Tensor:
@@ -133,6 +150,7 @@ def _header_words(envelope: Envelope, payload_nbytes: int, checksum: int) -> Ten
         envelope.count,
         payload_nbytes,
         checksum,
+        _SPARE,
     )
     return torch.frombuffer(bytearray(header), dtype=torch.int32)
 
@@ -148,78 +166,129 @@ def open_envelope(words: Tensor, region: Region, expected: Envelope, kernels: Ke
 
     ``expected.count`` is the number of entries of a plan that fixes it, else -1.
     """
-    sender = region.sender
-    if region.nwords < _HEADER_NWORDS:
-        raise WireError(sender, "length", f"{region.nwords * _WORD_NBYTES} bytes hold no header of {HEADER_NBYTES}.")
+    sender, nbytes = region.sender, region.nwords * WORD_NBYTES
+    _require(
+        nbytes >= HEADER_NBYTES,
+        sender,
+        "length",
+        f"{nbytes} bytes hold no header of {HEADER_NBYTES}: hand over all bytes it sent.",
+    )
     buffer = words[region.start : region.start + region.nwords]
-    raw = buffer[:_HEADER_NWORDS].cpu().numpy().tobytes()
-    magic, version, flags, plan, step, sequence, count, payload_nbytes, checksum = _HEADER.unpack(raw)
-    if magic != _MAGIC:
-        raise WireError(sender, "magic", f"it begins with {magic!r}, not {_MAGIC!r}: this is no buffer of ours.")
-    if version != VERSION:
-        raise WireError(sender, "version", f"it is {version}, ours is {VERSION}: install one release on every rank.")
-    received_nbytes = region.nwords * _WORD_NBYTES - HEADER_NBYTES
-    if payload_nbytes != received_nbytes:
-        raise WireError(sender, "payload bytes", f"it announces {payload_nbytes}, but {received_nbytes} are here.")
+    raw = buffer[:HEADER_NWORDS].cpu().numpy().tobytes()
+    magic, version, flags, plan, step, sequence, count, payload_nbytes, checksum, spare = _HEADER.unpack(raw)
+    _require(
+        magic == _MAGIC,
+        sender,
+        "magic",
+        f"it begins with {magic!r}, not {_MAGIC!r}: this is no buffer of ours, or it does not begin here. Hand over "
+        f"what was encoded, in the order of the senders.",
+    )
+    _require(
+        version == VERSION, sender, "version", f"it is {version}, ours is {VERSION}: install one release on every rank."
+    )
+    _require(
+        payload_nbytes == nbytes - HEADER_NBYTES,
+        sender,
+        "payload bytes",
+        f"it announces {payload_nbytes}, but {nbytes - HEADER_NBYTES} are here: hand over as many as were encoded.",
+    )
     actual = _checksum(buffer, kernels)
-    if checksum != actual or any(raw[_HEADER.size - 12 :]):
-        raise WireError(
-            sender,
-            "checksum",
-            f"it is {checksum:08x}, but the bytes give {actual:08x}: they were damaged on the way. If that "
-            f"happens again, look at that node's memory and link.",
-        )
+    _require(
+        checksum == actual,
+        sender,
+        "checksum",
+        f"it is {checksum:08x}, but the bytes give {actual:08x}: they were damaged on the way. If that happens again, "
+        f"look at that node's memory and link.",
+    )
+    _require(
+        spare == _SPARE,
+        sender,
+        "spare bytes",
+        f"they are {spare.hex(' ', 4)}, but must be zero: another program wrote them. Install one release on every "
+        f"rank.",
+    )
     _check_agreement(sender, Envelope(plan, step, sequence, count, flags), expected)
     return int(count)
 
 
 def _check_agreement(sender: str, got: Envelope, expected: Envelope) -> None:
-    if got.plan != expected.plan:
-        raise WireError(
-            sender,
-            "plan hash",
-            f"it is {got.plan:016x}, ours is {expected.plan:016x}: its tensors, their names or order, or its "
-            f"compressor differ from ours.",
-        )
-    if got.step != expected.step:
-        raise WireError(sender, "step", f"it is {got.step}, ours is {expected.step}: a rank skipped or repeated one.")
-    if got.sequence != expected.sequence:
-        raise WireError(
-            sender, "sequence", f"it is {got.sequence}, ours is {expected.sequence}: calls are not in the same order."
-        )
-    if got.flags != expected.flags:
-        raise WireError(sender, "flags", f"they are {got.flags:#06x}, expected were {expected.flags:#06x}.")
-    if expected.count not in (-1, got.count):
-        raise WireError(sender, "count", f"it announces {got.count} entries, the plan has {expected.count}.")
+    _require(
+        got.plan == expected.plan,
+        sender,
+        "plan hash",
+        f"it is {got.plan:016x}, ours is {expected.plan:016x}: its tensors, their names or order, or its compressor "
+        f"differ from ours. Compare what both ranks give to plan_bucket.",
+    )
+    _require(
+        got.step == expected.step,
+        sender,
+        "step",
+        f"it is {got.step}, ours is {expected.step}: a rank skipped or repeated one. After a restart, load the same "
+        f"checkpoint on every rank.",
+    )
+    _require(
+        got.sequence == expected.sequence,
+        sender,
+        "sequence",
+        f"it is {got.sequence}, ours is {expected.sequence}: make the same calls in the same order on every rank.",
+    )
+    _require(
+        got.flags == expected.flags,
+        sender,
+        "flags",
+        f"they are {got.flags:#06x}, expected were {expected.flags:#06x}: install one release on every rank.",
+    )
+    _require(
+        expected.count in (-1, got.count),
+        sender,
+        "count",
+        f"it announces {got.count} entries, the plan has {expected.count}. {SENT_LIKE_THAT}",
+    )
 
 
 def find_payload(words: Tensor, region: Region, start: int, plan: TensorPlan, kernels: Kernels) -> Payload:
     """Return where a tensor's payload is, once everything in it has been checked. ``start`` counts from the region."""
-    sender, here = region.sender, region.start + start
+    here = region.start + start
     smallest = plan_layout(plan, 0 if plan.exact else plan.entries)
     _check_room(region, start, smallest.nwords)
     counts, layout = None, smallest
     if plan.is_variable:
-        counts = kernels.read_counts(words, plan, here)
-        if counts is None:
-            raise WireError(sender, "counts", f"a chunk of {plan.chunk_numel} is said to hold more entries than that.")
-        entries = int(counts.sum())
-        if entries > plan.keep:
-            raise WireError(sender, "counts", f"they add up to {entries} entries, but at most {plan.keep} can be sent.")
-        layout = plan_layout(plan, entries if plan.exact else plan.entries)
+        counts = _read_counts(words, region, here, plan, kernels)
+        layout = plan_layout(plan, int(counts.sum()) if plan.exact else plan.entries)
         _check_room(region, start, layout.nwords)
     payload = Payload(here, layout, counts)
     fault = kernels.find_fault(words, payload, plan)
     if fault:
-        raise WireError(sender, *_FAULTS[fault])
+        field, problem = _FAULTS[fault]
+        raise WireError(region.sender, field, f"{problem}. {SENT_LIKE_THAT}")
     return payload
 
 
+def _read_counts(words: Tensor, region: Region, start: int, plan: TensorPlan, kernels: Kernels) -> Tensor:
+    counts = kernels.read_counts(words, plan, start)
+    if counts is None:
+        problem = f"a chunk of {plan.chunk_numel} is said to hold more entries than that."
+        raise WireError(region.sender, "counts", f"{problem} {SENT_LIKE_THAT}")
+    entries = int(counts.sum())
+    _require(
+        entries <= plan.keep,
+        region.sender,
+        "counts",
+        f"they add up to {entries} entries, but at most {plan.keep} can be sent. {SENT_LIKE_THAT}",
+    )
+    return counts
+
+
 def _check_room(region: Region, start: int, nwords: int) -> None:
-    if start + nwords > region.nwords:
-        raise WireError(
-            region.sender,
-            "length",
-            f"a payload of {nwords * _WORD_NBYTES} bytes does not fit into what is left of it, "
-            f"{max(0, region.nwords - start) * _WORD_NBYTES}.",
-        )
+    _require(
+        start + nwords <= region.nwords,
+        region.sender,
+        "length",
+        f"a payload of {nwords * WORD_NBYTES} bytes does not fit into what is left of it, "
+        f"{max(0, region.nwords - start) * WORD_NBYTES}. {SENT_LIKE_THAT}",
+    )
+
+
+def _require(holds: bool, sender: str, field: str, problem: str) -> None:
+    if not holds:
+        raise WireError(sender, field, problem)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Cut", "Dct", "Identity"]
+from flexcomm.compress.settings import Settings, rule
 
-_LARGEST_FLAT_CHUNK = 1 << 20
+__all__ = ["Basis", "Cut", "Dct", "Identity"]
+
+# Kernels work on whole chunks, in memory of their own for each thread: up to 50 bytes for each coefficient.
+_LARGEST_FLAT_CHUNK = 1 << 16
 _LARGEST_DCT_CHUNK = 1024
+# The transform halves a length while it is even; what is left over is a dense product, of as many steps as its square.
+_LARGEST_ODD_PART = 127
 
 
 class Cut(NamedTuple):
@@ -21,20 +26,37 @@ class Cut(NamedTuple):
     chunk_cols: int
 
     @property
+    def chunk_numel(self) -> int:
+        """Coefficients of one chunk."""
+        return self.chunk_rows * self.chunk_cols
+
+    @property
     def chunks(self) -> int:
         """How many chunks that makes."""
         return -(-self.rows // self.chunk_rows) * -(-self.cols // self.chunk_cols)
 
 
+_FLAT_CHUNK = rule(
+    int, f"a whole number from 2 to {_LARGEST_FLAT_CHUNK}", lambda chunk: 2 <= chunk <= _LARGEST_FLAT_CHUNK
+)
+_DCT_CHUNK = rule(
+    int,
+    f"a whole number from 2 to {_LARGEST_DCT_CHUNK} without an odd divisor above {_LARGEST_ODD_PART} (powers of two "
+    f"are fastest)",
+    lambda chunk: 2 <= chunk <= _LARGEST_DCT_CHUNK and _odd_part(int(chunk)) <= _LARGEST_ODD_PART,
+)
+
+
+def _odd_part(length: int) -> int:
+    return length // (length & -length)
+
+
 @dataclass(frozen=True)
-class Identity:
+class Identity(Settings):
     """The elements themselves, flattened, in chunks of nearly equal length, none longer than ``chunk``."""
 
-    chunk: int = 4096
+    chunk: int = field(default=4096, metadata=_FLAT_CHUNK)
     transformed = False
-
-    def complaints(self) -> list[str]:
-        return _complaints(self.chunk, _LARGEST_FLAT_CHUNK)
 
     def most_in_a_chunk(self) -> int:
         return self.chunk
@@ -46,18 +68,15 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Dct:
+class Dct(Settings):
     """The orthonormal DCT-II of chunks of ``chunk x chunk``; of ``chunk``, if the tensor has fewer than two dims.
 
     Leading dims are folded into the rows. A dim that is shorter than the chunk is not padded to all of it, but to the
     next power of two. A matrix of one row or one column is treated as flat.
     """
 
-    chunk: int = 64
+    chunk: int = field(default=64, metadata=_DCT_CHUNK)
     transformed = True
-
-    def complaints(self) -> list[str]:
-        return _complaints(self.chunk, _LARGEST_DCT_CHUNK)
 
     def most_in_a_chunk(self) -> int:
         return self.chunk * self.chunk
@@ -73,5 +92,4 @@ class Dct:
         return min(self.chunk, 1 << max(0, length - 1).bit_length())
 
 
-def _complaints(chunk: int, largest: int) -> list[str]:
-    return [] if 2 <= chunk <= largest else [f"chunk is {chunk}, but must be from 2 to {largest}"]
+Basis = Identity | Dct

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import torch
 
-from flexcomm.compress.selectors import RandomK, Selector, Threshold
+from flexcomm.compress.bases import Basis
+from flexcomm.compress.selectors import RandomK, Selector, Threshold, TopK
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import NO_DRAW, Draw, Selection, TensorPlan, ValueCode
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from flexcomm.compress.bases import Dct, Identity
+    from flexcomm.compress.settings import Settings
 
 __all__ = ["Compressor", "Pipeline", "TensorSpec", "ValueName", "draw_for"]
 
@@ -57,12 +58,16 @@ class Compressor(Protocol):
 class Pipeline:
     """A basis, a selector and a way to write values, one after the other."""
 
-    basis: Identity | Dct
+    basis: Basis
     selector: Selector
     values: ValueName = "bf16"
 
     def __post_init__(self) -> None:
-        wrong = self.basis.complaints() + self.selector.complaints(self.basis.most_in_a_chunk())
+        wrong = _complaints_of("basis", self.basis, get_args(Basis))
+        wrong += _complaints_of("selector", self.selector, get_args(Selector))
+        if not wrong and isinstance(self.selector, TopK) and self.selector.k > self.basis.most_in_a_chunk():
+            most = self.basis.most_in_a_chunk()
+            wrong.append(f"k is {self.selector.k}, but a chunk of {self.basis} holds no more than {most}")
         if self.values not in get_args(ValueName):
             wrong.append(f"values is {self.values!r}, but must be one of {', '.join(get_args(ValueName))}")
         if wrong:
@@ -81,7 +86,7 @@ class Pipeline:
             *cut,
             transformed=self.basis.transformed,
             selection=selector.kind,
-            keep=selector.keep(cut.chunk_rows * cut.chunk_cols, cut.chunks),
+            keep=selector.keep(cut),
             values=NATIVE[tensor.dtype] if self.values == "native" else ValueCode[self.values.upper()],
             tau=selector.tau if isinstance(selector, Threshold) else 0.0,
             seed=selector.seed if isinstance(selector, RandomK) else 0,
@@ -89,8 +94,16 @@ class Pipeline:
         )
 
 
+def _complaints_of(name: str, part: object, kinds: tuple[type[Settings], ...]) -> list[str]:
+    if isinstance(part, kinds):
+        return part.complaints()
+    return [f"{name} is {part!r}, but must be one of {', '.join(kind.__name__ for kind in kinds)}"]
+
+
 def draw_for(plan: TensorPlan, step: int, name: str) -> Draw:
     """Return what a shared selection depends on at this step; a function of (seed, step, name) and nothing else."""
+    # numpy's integers print their type, and what is printed is hashed.
+    step = int(step)
     if plan.selection is Selection.STRIDED:
         return Draw(0, step % plan.chunk_numel)
     if plan.selection is not Selection.SHUFFLED:

@@ -49,13 +49,13 @@ def sign(values: ValueName = "sign") -> Pipeline:
 
 
 def dense(dtype: torch.dtype | None = None, values: ValueName = "native") -> Pipeline:
-    """Send everything, as ``dtype`` or, without one, as the tensor's own dtype."""
+    """Send everything, as ``dtype``, even if it is wider than the tensor's; without one, as the tensor's own."""
     if dtype is None:
         return Pipeline(Identity(), Everything(), values)
-    if dtype not in NATIVE or values != "native":
+    if dtype not in tuple(NATIVE) or values != "native":
         raise CompressorError(
-            f"dense cannot send as dtype={dtype} with values={values!r}: give one of {', '.join(map(str, NATIVE))} as "
-            f"dtype, or values alone."
+            f"dense cannot send as dtype={dtype!r} with values={values!r}: give one of {', '.join(map(str, NATIVE))} "
+            f"as dtype, or values alone."
         )
     names: dict[str, ValueName] = {"FP32": "fp32", "BF16": "bf16", "FP16": "fp16"}
     return Pipeline(Identity(), Everything(), names[NATIVE[dtype].name])

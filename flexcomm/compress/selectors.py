@@ -3,131 +3,109 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import torch
+
+from flexcomm.compress.settings import SHARE, WHOLE, Settings, rule
 from flexcomm.kernels import Selection
+
+if TYPE_CHECKING:
+    from flexcomm.compress.bases import Cut
 
 __all__ = ["Everything", "RandomK", "Selector", "Striding", "Threshold", "TopK", "TopRate"]
 
+_POSITIVE = rule(int, "a whole number, at least 1", lambda count: count >= 1)
+_CAPACITY = rule(float, "a number above 0 and at most 1, or None", lambda share: 0 < share <= 1, optional=True)
+_TAU = rule(
+    float,
+    "positive and finite as a float32: a number from 1.5e-45 to 3.4e+38",
+    lambda tau: 0 < float(torch.tensor(tau, dtype=torch.float32)) < math.inf,
+)
+
 
 @dataclass(frozen=True)
-class Everything:
+class Everything(Settings):
     """All of them."""
 
     kind = Selection.EVERYTHING
 
-    def complaints(self, most: int) -> list[str]:
-        del most
-        return []
-
-    def keep(self, chunk_numel: int, chunks: int) -> int:
-        del chunks
-        return chunk_numel
+    def keep(self, cut: Cut) -> int:
+        return cut.chunk_numel
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Settings):
     """The ``k`` of largest magnitude of every chunk, or all of a chunk that holds fewer; of equals, the first."""
 
-    k: int
+    k: int = field(metadata=_POSITIVE)
     kind = Selection.LARGEST
 
-    def complaints(self, most: int) -> list[str]:
-        if self.k < 1:
-            return [f"k is {self.k}, but at least one of every chunk must be sent"]
-        return [f"k is {self.k}, but a chunk holds no more than {most}"] if self.k > most else []
-
-    def keep(self, chunk_numel: int, chunks: int) -> int:
-        del chunks
-        return min(self.k, chunk_numel)
+    def keep(self, cut: Cut) -> int:
+        return min(self.k, cut.chunk_numel)
 
 
 @dataclass(frozen=True)
-class TopRate:
+class _Rated(Settings):
+    """A share of every chunk: the nearest number, at least one."""
+
+    rate: float = field(metadata=SHARE)
+
+    def keep(self, cut: Cut) -> int:
+        return _share(self.rate, cut.chunk_numel)
+
+
+@dataclass(frozen=True)
+class TopRate(_Rated):
     """The share ``rate`` of every chunk that is of largest magnitude, at least one; of equals, the first."""
 
-    rate: float
     kind = Selection.LARGEST
-
-    def complaints(self, most: int) -> list[str]:
-        del most
-        return _rate_complaints("rate", self.rate)
-
-    def keep(self, chunk_numel: int, chunks: int) -> int:
-        del chunks
-        return share(self.rate, chunk_numel)
 
 
 @dataclass(frozen=True)
-class RandomK:
+class RandomK(_Rated):
     """A random share ``rate`` of every chunk, the same on every rank, without indices on the wire.
 
     Chunks are dealt out like cards: every coefficient is sent once before any is sent twice, in an order that follows
     from the seed, the tensor's name and the round.
     """
 
-    rate: float
-    seed: int = 0
+    seed: int = field(default=0, metadata=WHOLE)
     kind = Selection.SHUFFLED
-
-    def complaints(self, most: int) -> list[str]:
-        del most
-        return _rate_complaints("rate", self.rate)
-
-    def keep(self, chunk_numel: int, chunks: int) -> int:
-        del chunks
-        return share(self.rate, chunk_numel)
 
 
 @dataclass(frozen=True)
-class Striding:
+class Striding(_Rated):
     """Evenly spaced coefficients, the share ``rate`` of every chunk, moving on by one with every step.
 
     Gaps are never longer than one over the rate, rounded up, so every coefficient is sent within so many steps.
     """
 
-    rate: float
     kind = Selection.STRIDED
-
-    def complaints(self, most: int) -> list[str]:
-        del most
-        return _rate_complaints("rate", self.rate)
-
-    def keep(self, chunk_numel: int, chunks: int) -> int:
-        del chunks
-        return share(self.rate, chunk_numel)
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Settings):
     """Every coefficient whose magnitude reaches ``tau``: as many as there are.
 
-    At most the share ``capacity`` of the tensor is sent: if more reach ``tau``, the largest are, and the rest stays
-    behind. Payloads are then equally long and need no exchange of lengths. ``None``: all are sent, whatever it takes.
+    At most the share ``capacity`` of the tensor is sent: if more reach ``tau``, the largest are, of those about as
+    large the first, and the rest stays behind. Payloads are then equally long and need no exchange of lengths.
+    ``None``: all are sent, whatever it takes.
     """
 
-    tau: float
-    capacity: float | None = 1 / 16
+    tau: float = field(metadata=_TAU)
+    capacity: float | None = field(default=1 / 16, metadata=_CAPACITY)
     kind = Selection.ABOVE
 
-    def complaints(self, most: int) -> list[str]:
-        del most
-        wrong = [] if self.capacity is None else _rate_complaints("capacity", self.capacity)
-        if not (self.tau > 0 and math.isfinite(self.tau)):
-            wrong.append(f"tau is {self.tau}, but must be positive and finite")
-        return wrong
-
-    def keep(self, chunk_numel: int, chunks: int) -> int:
-        return chunks * chunk_numel if self.capacity is None else share(self.capacity, chunks * chunk_numel)
+    def keep(self, cut: Cut) -> int:
+        whole = cut.chunks * cut.chunk_numel
+        return whole if self.capacity is None else _share(self.capacity, whole)
 
 
 Selector = Everything | TopK | TopRate | RandomK | Striding | Threshold
 
 
-def share(rate: float, count: int) -> int:
+def _share(rate: float, count: int) -> int:
     """Return how many of ``count`` a rate means: the nearest number, and never none."""
     return max(1, round(rate * count))
-
-
-def _rate_complaints(name: str, rate: float) -> list[str]:
-    return [] if 0 < rate <= 1 else [f"{name} is {rate}, but must be above 0 and at most 1"]

@@ -5,6 +5,7 @@ Both are plain numbers. ``flexcomm.compress`` makes the first, ``flexcomm.wire``
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -135,6 +136,10 @@ class TensorPlan:
         """Whether the number of entries depends on the data."""
         return self.selection is Selection.ABOVE
 
+    def scale(self, gain: float) -> float:
+        """Return what the transform's results are multiplied by: it is orthonormal, its steps alone are not."""
+        return gain / math.sqrt(self.chunk_numel) if self.transformed else gain
+
     @property
     def entries(self) -> int:
         """How many entries a payload holds; for a variable one, at most."""
@@ -145,15 +150,15 @@ class TensorPlan:
 class Layout:
     """Where the sections of a payload begin, in 32-bit words from its start, and how its indices are written.
 
-    The indices of a chunk begin at bit ``before * entry_bits + chunk * chunk_bits`` of their section, where ``before``
-    is the number of entries in the chunks before it; its values begin at bit ``before * values.bits`` of theirs.
+    Counts, if any, come first. The indices of a chunk begin at bit ``before * entry_bits + chunk * chunk_bits`` of
+    their section, where ``before`` is the number of entries in the chunks before it; its values begin at bit
+    ``before * values.bits`` of theirs.
     """
 
     code: IndexCode
     low_bits: int
     entry_bits: int
     chunk_bits: int
-    counts: int
     indices: int
     scales: int
     values: int

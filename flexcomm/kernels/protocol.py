@@ -44,9 +44,10 @@ class Momentum(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What a variable selection will send: entries of each chunk (int64), and the threshold that leads to them.
+    """What a variable selection will send: entries of each chunk (int64), of those that reach the threshold.
 
-    The threshold is given as the bits of a float32, which order magnitudes as their values do.
+    Where more of a chunk reach it than are counted, the last of the threshold's own bin stay. The threshold is given
+    as the bits of a float32, which order magnitudes as their values do; a bin is what has the same upper 16 bits.
     """
 
     counts: Tensor
@@ -79,8 +80,8 @@ class Kernels(Protocol):
     def survey(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> Survey:
         """Return what ``plan``, a variable one, will send of ``x``.
 
-        If more than ``plan.keep`` reach its threshold, the threshold rises to the lowest number without lower 16 bits
-        that no more reach.
+        If more than ``plan.keep`` reach its threshold, the threshold rises to the bin at which ``plan.keep`` are
+        exceeded; of that bin so many are sent as there is room for, those of the first chunks and lowest indices.
         """
         ...
 
@@ -106,7 +107,7 @@ class Kernels(Protocol):
         ...
 
     def find_fault(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Fault:
-        """Return what is wrong with a payload.
+        """Return what is wrong with a payload; of several faults, the first of the enumeration.
 
         Indices that do not increase, leave the chunk or are not as many as counted; scales that are negative or not
         finite; values that are not finite.

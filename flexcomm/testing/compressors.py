@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from flexcomm.bucket import BucketPlan, decode_bucket_, encode_bucket_, plan_bucket, regions_of
+from flexcomm.bucket import BucketPlan, decode_bucket_, encode_bucket_, is_dense, plan_bucket, regions_of
 from flexcomm.compress import TensorSpec, dense, draw_for
 from flexcomm.kernels import (
     Average,
@@ -105,12 +105,15 @@ def payload_and_remainder_make_the_tensor(compressor: Compressor, kernels: Kerne
 
 
 def nothing_grows(compressor: Compressor, kernels: Kernels, device: str) -> None:
-    """Chunks are equally long, so the last one may hold one spare element for each of the others."""
+    """Chunks are equally long, so the last one may hold one spare element for each of the others.
+
+    Unless a dtype was asked for: everything in another dtype takes what that takes.
+    """
     del kernels, device
     for spec in (*SPECS, TensorSpec("long", (3, 12347), torch.bfloat16)):
-        bucket, whole = plan_bucket((spec,), compressor), dense().plan(spec)
-        native = (math.prod(spec.shape) + whole.chunks) * min(4, torch.empty(0, dtype=spec.dtype).element_size())
-        most = HEADER_NBYTES + native + ALIGNMENT
+        bucket, asked, native = plan_bucket((spec,), compressor), compressor.plan(spec), dense().plan(spec)
+        whole = asked if is_dense(asked) else native
+        most = HEADER_NBYTES + (math.prod(spec.shape) + whole.chunks) * whole.values.bits // 8 + ALIGNMENT
         require(
             compressor, bucket.exact or bucket.nbytes <= most, f"{spec} takes {bucket.nbytes}, whole at most {most}"
         )

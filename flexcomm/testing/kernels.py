@@ -89,6 +89,29 @@ def encode_reports_a_broken_state(kernels: Kernels, device: str) -> None:
             require(kernels, not sent.is_finite, f"encode_ is False for a state that holds {broken}, {values.name}")
 
 
+def a_full_threshold_sends_exactly_its_capacity(kernels: Kernels, device: str) -> None:
+    """Equal magnitudes leave in the order of chunks and indices: none waits for ever behind the others."""
+    plan = TensorPlan(1, 70, 1, 32, False, Selection.ABOVE, 40, ValueCode.FP32, tau=0.5)
+    x = torch.ones(70)
+    x[50] = 3.0
+    rest = torch.empty(plan.state_shape, device=device)
+    sent = encode(kernels, x.to(device), plan, momentum=Momentum(None, rest))
+    expected = torch.nn.functional.pad(x, (0, 26))
+    expected[:39], expected[50] = 0.0, 0.0
+    require_equal(kernels, sent.payload.counts, torch.tensor([32, 8, 0]), f"the first chunks fill the capacity: {plan}")
+    require_equal(kernels, rest.view(-1), expected, f"the largest and then the first leave: {plan}")
+
+
+def many_broken_coefficients_are_not_overlooked(kernels: Kernels, device: str) -> None:
+    """A threshold that rises must not rise above NaN: nothing would be sent, and nobody would hear of it."""
+    plan = TensorPlan(1, 64, 1, 32, False, Selection.ABOVE, 5, ValueCode.BF16, tau=0.5)
+    for bits in (0x7FFFFFFF, 0x7FC00000, 0x7F800000):
+        state = torch.full(plan.state_shape, bits, dtype=torch.int32).view(torch.float32).to(device)
+        sent = encode(kernels, torch.ones(64, device=device), plan, momentum=Momentum(state, state.clone(), decay=1.0))
+        require(kernels, not sent.is_finite, f"encode_ is False for a state full of {bits:08x}")
+        require(kernels, entries_of(sent) == plan.keep, f"no more than the capacity, {bits:08x}")
+
+
 def survey_counts_what_the_reference_counts(kernels: Kernels, device: str) -> None:
     for case in (case for case in sampled_cases(150, seed=2) if case.plan.is_variable):
         x, momentum = case.x().to(device), case.momentum(device)
@@ -126,6 +149,19 @@ def faults_are_found_where_the_reference_finds_them(kernels: Kernels, device: st
             got = kernels.find_fault(damaged.to(device), payload, case.plan)
             expected = _REFERENCE.find_fault(damaged, sent.payload, case.plan)
             require(kernels, got is expected, f"find_fault is {expected!r}, not {got!r}, of word {place}: {case}")
+
+
+def the_first_kind_of_fault_is_named(kernels: Kernels, device: str) -> None:
+    """Whatever chunk it is in, and however chunks are shared out."""
+    plan = TensorPlan(1, 4096, 1, 64, False, Selection.LARGEST, 4, ValueCode.BF16)
+    sent = encode(_REFERENCE, torch.randn(4096, generator=torch.Generator().manual_seed(0)), plan)
+    layout, words = sent.payload.layout, sent.words.clone()
+    words[layout.values] = 0x7FC07FC0
+    got = kernels.find_fault(words.to(device), sent.payload, plan)
+    require(kernels, got is Fault.VALUE, f"NaN in the first chunk is a fault of values, not {got!r}")
+    words[layout.scales - 1] = 0
+    got = kernels.find_fault(words.to(device), sent.payload, plan)
+    require(kernels, got is Fault.INDEX, f"indices that are missing in the last chunk come first, not {got!r}")
 
 
 def decode_gives_the_references_average(kernels: Kernels, device: str) -> None:
@@ -190,9 +226,12 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     encode_keeps_what_the_reference_keeps,
     zeros_keep_the_sign_the_reference_gives_them,
     encode_reports_a_broken_state,
+    a_full_threshold_sends_exactly_its_capacity,
+    many_broken_coefficients_are_not_overlooked,
     survey_counts_what_the_reference_counts,
     counts_are_read_as_they_were_written,
     faults_are_found_where_the_reference_finds_them,
+    the_first_kind_of_fault_is_named,
     decode_gives_the_references_average,
     payloads_of_one_average_may_be_laid_out_differently,
     decode_adds_in_the_order_given,
@@ -209,6 +248,10 @@ def encode_case(kernels: Kernels, case: Case, x: Tensor, momentum: Momentum | No
     if case.plan.exact:
         entries = int(_REFERENCE.survey(case.x(sender), case.plan, case.momentum("cpu", sender)).counts.sum())
     return encode(kernels, x, case.plan, case.draw(), momentum, case.layout(entries))
+
+
+def entries_of(sent: Sent) -> int:
+    return 0 if sent.payload.counts is None else int(sent.payload.counts.sum())
 
 
 def joined(sent: list[Sent], device: str) -> tuple[Tensor, list[Payload]]:

@@ -1,4 +1,4 @@
-// As much of CUDA as flexcomm/kernels/codec.cu asks for, on the host: a thread of a block is a thread of the machine, and
+// As much of CUDA as flexcomm/kernels/gpu/codec.cu asks for, on the host: a thread of a block is one of the machine, and
 // blocks come one after the other. Compiled by cuda_on_host.py, with KERNELS the path of the text to run.
 
 #include <atomic>

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -26,10 +28,15 @@ from flexcomm.compress import (
     top_k,
 )
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
-from flexcomm.kernels import Momentum, ReferenceKernels, TensorPlan
+from flexcomm.kernels import Momentum, ReferenceKernels, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.wire import HEADER_NBYTES
 from tests.unit.buckets import SEQUENCE, STEP, Gathered, blank_states, gather, open_, opened, specs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flexcomm.kernels import Kernels
 
 REFERENCE, CPU = ReferenceKernels(), CpuKernels(1)
 VALUES = ("fp32", "bf16", "fp16", "int8", "sign", "sign2")
@@ -109,7 +116,7 @@ def test_every_unfit_tensor_is_named_and_nothing_is_touched(value: float) -> Non
     states = [torch.full(one.state_shape, 3.0) for one in plan.plans]
     buffer = torch.full((plan.nbytes,), 0xA5, dtype=torch.uint8)
     momenta = [Momentum(state, state) for state in states]
-    with pytest.raises(NonFiniteError, match=r"in t1, t3; nothing was changed"):
+    with pytest.raises(NonFiniteError, match=r"in t1, t3; nothing was changed\. Skip this step on every rank"):
         encode_bucket_(plan, tensors, buffer, step=0, sequence=0, kernels=CPU, momenta=momenta)
     assert bool((buffer == 0xA5).all())
     assert all(bool((state == 3.0).all()) for state in states)
@@ -124,8 +131,8 @@ def test_a_broken_state_is_named() -> None:
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ([torch.ones(3)], ["for 2 tensors", "1 were given"]),
-        ([torch.ones(3), torch.ones(4), torch.ones(1)], ["for 2 tensors", "3 were given"]),
+        ([torch.ones(3)], ["for 2 tensors", "1 tensors were given"]),
+        ([torch.ones(3), torch.ones(4), torch.ones(1)], ["for 2 tensors", "3 tensors were given"]),
         ([torch.ones(3), torch.ones(5)], ["t1", "[5]", "[4]"]),
         ([torch.ones(3), torch.ones(2, 2)], ["t1", "[2, 2]", "[4]"]),
         ([torch.ones(3).half(), torch.ones(4)], ["t0", "torch.float16", "torch.float32"]),
@@ -156,6 +163,48 @@ def test_a_tensor_that_would_grow_is_sent_whole() -> None:
     assert plan_bucket(specs, demo(k=60, values="fp32")).plans[0] == tiny
     assert large == dense().plan(specs[1])
     assert plan_bucket(specs, top_k(0.9)).plans[1] == top_k(0.9).plan(specs[1])
+
+
+def test_a_dtype_that_was_asked_for_is_used() -> None:
+    specs = [TensorSpec(str(dtype), shape, dtype) for dtype in DTYPES for shape in ((), (3,), (5000,))]
+    wide = plan_bucket([specs[number]._replace(name=f"{number}") for number, _ in enumerate(specs)], dense(DTYPES[0]))
+    assert {plan.values for plan in wide.plans} == {ValueCode.FP32}
+    assert plan_bucket([TensorSpec("x", (5000,), torch.bfloat16)], dense(torch.float32)).nbytes == HEADER_NBYTES + 20000
+    x = torch.arange(100.0).bfloat16()
+    state = torch.full((1, 100), 2.0**-20)
+    gathered = gather(dense(torch.float32), [[x]], CPU, [[state]])
+    assert torch.equal(gathered.words[HEADER_NBYTES // 4 :].view(torch.float32), x.float() + 2.0**-20)
+    assert not state.any()
+
+
+def test_a_scale_that_costs_more_than_the_elements_is_not_sent() -> None:
+    scalar = TensorSpec("scalar", (), torch.bfloat16)
+    for compressor in (sign(), dense(values="int8")):
+        assert plan_bucket([scalar], compressor).plans[0] == dense().plan(scalar)
+
+
+def test_specs_may_be_any_sequence() -> None:
+    specs = specs_of([torch.ones(3, 4), torch.ones(5)])
+    expected = plan_bucket(specs, top_k(0.1))
+    assert plan_bucket(list(specs), top_k(0.1)) is expected
+    lists = [spec._replace(shape=list(spec.shape)) for spec in specs]  # type: ignore[arg-type]
+    assert plan_bucket(lists, top_k(0.1)) is expected
+    sizes = [spec._replace(shape=torch.Size(spec.shape)) for spec in specs]
+    assert plan_bucket(sizes, top_k(0.1)).digest == expected.digest
+
+
+def test_a_compressor_that_cannot_be_hashed_is_told_how_to_be() -> None:
+    @dataclass
+    class Mutable:
+        rate: float
+
+        def plan(self, tensor: TensorSpec) -> TensorPlan:
+            return top_k(self.rate).plan(tensor)
+
+    with pytest.raises(
+        CompressorError, match=r"Mutable\(rate=0.1\) cannot be hashed.*Mutable a dataclass\(frozen=True"
+    ):
+        plan_bucket(specs_of([X]), Mutable(0.1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "dtype", "order", "compressor"])
@@ -221,6 +270,46 @@ def test_what_exceeds_the_capacity_spills_and_the_largest_are_sent(kernels: Refe
     assert int((second != 0).sum()) == 16
 
 
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("chunk", [50, 4096])
+@pytest.mark.parametrize("keep", [35, 100])
+def test_a_constant_tensor_is_sent_by_its_capacity_until_all_was_sent(kernels: Kernels, chunk: int, keep: int) -> None:
+    """Of equals those of the first chunks and lowest indices go first, so that none waits for ever."""
+    n = 350
+    compressor = Pipeline(Identity(chunk), Threshold(1.0, capacity=keep / n), "fp32")
+    state = torch.zeros(plan_bucket(specs_of([torch.ones(n)]), compressor).plans[0].state_shape)
+    sent = torch.zeros(n)
+    for step in range(math.ceil(n / keep)):
+        x = torch.full((n,), -3.0 if step == 0 else 0.0)
+        out = opened(gather(compressor, [[x]], kernels, [[state]]), kernels)[0]
+        assert out.nonzero()[:, 0].tolist() == list(range(n))[step * keep : (step + 1) * keep]
+        sent += out
+    assert torch.equal(sent, torch.full((n,), -3.0))
+    assert not state.any()
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
+def test_what_is_above_the_edge_is_sent_before_what_is_at_it(kernels: Kernels) -> None:
+    """A bin is as wide as a bfloat16's step: 1 + 1/256 and 1 share one, 1 + 1/64 is in another."""
+    x = torch.ones(100)
+    x[[60, 90]] = 1 + 1 / 64
+    x[70] = 1 + 1 / 256
+    out = opened(gather(threshold(0.5, 0.05, "fp32"), [[x]], kernels), kernels)[0]
+    assert out.nonzero()[:, 0].tolist() == [0, 1, 2, 60, 90]
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("many", [1, 20, 400])
+@pytest.mark.parametrize("capacity", [0.05, 1.0, None])
+def test_a_broken_state_is_found_whatever_the_capacity(kernels: Kernels, many: int, capacity: float | None) -> None:
+    for values, broken in itertools.product(VALUES, (math.nan, -math.nan, math.inf, -math.inf)):
+        compressor = Pipeline(Identity(50), Threshold(1.0, capacity), values)  # type: ignore[arg-type]
+        state = torch.zeros(plan_bucket(specs_of([torch.ones(400)]), compressor).plans[0].state_shape)
+        state.view(-1)[-many:] = broken
+        with pytest.raises(NonFiniteError, match=r"state kept for t0.*zero them all, or load them"):
+            gather(compressor, [[torch.ones(400)]], kernels, [[state]])
+
+
 def test_a_region_beyond_what_was_gathered_is_refused() -> None:
     compressor = Pipeline(Identity(), Threshold(1.0, None), "fp32")
     gathered = gather(compressor, [[torch.full((500,), 2.0)]], CPU)
@@ -235,11 +324,20 @@ MISUSES = {
     "a short buffer": {"buffer": torch.zeros(4096, dtype=torch.uint8)[:128]},
     "a buffer of floats": {"buffer": torch.zeros(4096)},
     "a buffer with gaps": {"buffer": torch.zeros(8192, dtype=torch.uint8)[::2]},
+    "a buffer that ends within a word": {"buffer": torch.zeros(4097, dtype=torch.uint8)},
+    "a buffer that begins within a word": {"buffer": torch.zeros(4097, dtype=torch.uint8)[1:]},
+    "a buffer elsewhere": {"buffer": torch.zeros(4096, dtype=torch.uint8, device="meta")},
     "a state of another shape": {"state": torch.zeros(1, 64)},
     "a state of another dtype": {"state": torch.zeros(1, 4096, dtype=torch.float64)},
     "a state with gaps": {"state": torch.zeros(1, 8192)[:, ::2]},
+    "a state elsewhere": {"state": torch.zeros(1, 4096, device="meta")},
     "two momenta": {"momenta": 2},
+    "no momenta": {"momenta": 0},
     "a negative step": {"step": -1},
+    "a step that is no number": {"step": "1"},
+    "a step that is not whole": {"step": 1.0},
+    "a step that is a tensor": {"step": torch.tensor(1)},
+    "a sequence that is a bool": {"sequence": True},
     "too large a sequence": {"sequence": 1 << 64},
 }
 
@@ -253,8 +351,58 @@ def test_what_cannot_be_encoded_is_refused_before_anything_changes(misuse: dict[
     numbers = {name: misuse.get(name, 0) for name in ("step", "sequence")}
     with pytest.raises((InvalidTensorError, InvalidArgumentError)):
         encode_bucket_(plan, [X], buffer, kernels=CPU, momenta=momenta, **numbers)
-    assert not state.any()
-    assert not buffer.any()
+    assert all(not x.any() for x in (state, buffer) if x.device == X.device)
+
+
+@pytest.mark.parametrize("what", ["t0", "the buffer", "the state of t0"])
+def test_a_bucket_is_on_one_device(what: str) -> None:
+    plan, device = plan_bucket(specs_of([X]), top_k(0.1)), {what: "meta"}
+    buffer = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device.get("the buffer"))
+    state = torch.zeros(1, 4096, device=device.get("the state of t0"))
+    x = X.to(device.get("t0", "cpu"))
+    with pytest.raises(
+        InvalidTensorError, match=r"is on (meta|cpu), but the buffer is on (meta|cpu): move one"
+    ) as caught:
+        encode_bucket_(plan, [x], buffer, step=0, sequence=0, kernels=CPU, momenta=[Momentum(state, state)])
+    assert what in str(caught.value)
+    assert "meta" in str(caught.value)
+    with pytest.raises(InvalidTensorError, match="t0 is on cpu, but the buffer is on meta"):
+        decode_bucket_(
+            plan, buffer.to("meta"), regions_of(["a"], [buffer.numel()]), [X], step=0, sequence=0, kernels=CPU
+        )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda buffer: buffer[:-1], ["bytes", "multiples of 4", "cut it at multiples of 16"]),
+        (lambda buffer: torch.cat((buffer[:1], buffer))[1:], ["begins 1 bytes into its memory"]),
+        (lambda buffer: torch.cat((buffer, buffer)).view(2, -1).t(), ["with gaps", "contiguous torch.uint8"]),
+        (lambda buffer: buffer.view(torch.int8), ["torch.int8", "must be contiguous torch.uint8"]),
+        (lambda buffer: buffer.float(), ["torch.float32", "must be contiguous torch.uint8"]),
+    ],
+    ids=["cut", "shifted", "gaps", "int8", "float"],
+)
+def test_what_is_no_buffer_is_refused_with_advice(
+    spoil: Callable[[torch.Tensor], torch.Tensor], words: list[str]
+) -> None:
+    gathered = gather(top_k(0.1), [[X]], CPU)
+    out = torch.zeros(4096)
+    with pytest.raises(InvalidTensorError) as caught:
+        open_(replace(gathered, buffer=spoil(gathered.buffer)), [out], CPU)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert not out.any()
+
+
+def test_gathered_buffers_may_be_rows() -> None:
+    gathered = gather(top_k(0.1), [[X], [-2 * X]], CPU)
+    rows = replace(gathered, buffer=gathered.buffer.view(2, -1))
+    assert torch.equal(opened(rows, CPU)[0], opened(gathered, CPU)[0])
+
+
+def test_an_average_nobody_knows_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="average is 'sum', but must be one of nodes, contributors"):
+        opened(gather(top_k(0.1), [[X]], CPU), CPU, "sum")  # type: ignore[arg-type]
 
 
 def test_a_plan_for_another_size_is_refused() -> None:

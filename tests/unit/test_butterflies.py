@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from flexcomm.kernels.butterflies import ADD_SCALED, BUTTERFLY, MIX, SCALE, Program, plan_dct, plan_inverse_dct
-from flexcomm.kernels.reference import _apply
+from flexcomm.kernels.reference.transform import apply
 
 LENGTHS = [*range(1, 34), 48, 64, 100, 128]
 
@@ -77,7 +77,7 @@ def test_there_and_back_is_the_identity(length: int) -> None:
 def test_the_reference_does_the_steps_one_by_one(length: int) -> None:
     chunks = np.random.default_rng(length).standard_normal((3, length, 4)).astype(np.float32)
     for program in (plan_dct(length), plan_inverse_dct(length)):
-        got = _apply(program, torch.from_numpy(chunks)).numpy()
+        got = apply(program, torch.from_numpy(chunks)).numpy()
         assert np.array_equal(got, np.stack([run(program, chunk) for chunk in chunks]))
 
 
@@ -93,7 +93,7 @@ def test_the_reference_does_the_steps_one_by_one(length: int) -> None:
 def test_an_operation_does_what_its_name_says(code: int, expected: list[list[float]]) -> None:
     rows, factors = np.arange(2, dtype=np.int32), np.array([[2.0, 5.0, 7.0, 11.0]], np.float32)
     program = Program(2, rows, rows, np.array([[code, 0, 1]], np.int32), factors)
-    got = _apply(program, torch.tensor([[[3.0], [2.0]]]))[0]
+    got = apply(program, torch.tensor([[[3.0], [2.0]]]))[0]
     assert got.tolist() == expected
 
 

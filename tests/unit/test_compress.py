@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, get_args
 
+import numpy as np
 import pytest
 import torch
 
+from flexcomm.bucket import plan_bucket
 from flexcomm.compress import (
     Compressor,
     Dct,
@@ -259,8 +261,28 @@ def test_rate_1_is_dense_to_the_bit(compressor: Compressor) -> None:
         (lambda: threshold(-1.0, capacity=2.0, values="x"), ["tau is -1.0", "capacity is 2.0", "values is 'x'"]),
         (lambda: threshold(math.inf), ["tau is inf"]),
         (lambda: threshold(math.nan, capacity=0.0), ["tau is nan", "capacity is 0.0"]),
+        (lambda: threshold(1e39), ["tau is 1e+39", "finite as a float32", "3.4e+38"]),
+        (lambda: threshold(1e-50), ["tau is 1e-50", "positive and finite as a float32", "1.5e-45"]),
+        (lambda: threshold(10**400), ["tau is 1000", "3.4e+38"]),
+        (lambda: threshold(torch.tensor(1.0)), ["tau is tensor(1.)"]),
+        (lambda: threshold(True, capacity="1/16"), ["tau is True", "capacity is '1/16'", "or None"]),
+        (lambda: demo(k=2.5), ["k is 2.5", "a whole number"]),
+        (lambda: demo(k=2.0, chunk=64.0), ["k is 2.0", "chunk is 64.0", "a whole number from 2"]),
+        (lambda: demo(k=True, chunk=False), ["k is True", "chunk is False"]),
+        (lambda: demo(k="32", chunk=None, values=None), ["k is '32'", "chunk is None", "values is None"]),
+        (lambda: top_k("0.1"), ["rate is '0.1'", "above 0 and at most 1"]),
+        (lambda: top_k(True), ["rate is True"]),
+        (lambda: striding(None), ["rate is None"]),
+        (lambda: random_k(0.1, seed=1.0), ["seed is 1.0", "a whole number"]),
+        (lambda: random_k(2, seed="x"), ["rate is 2.0", "seed is 'x'"]),
+        (lambda: demo(chunk=1021), ["chunk is 1021", "odd divisor above 127"]),
+        (lambda: demo(chunk=2 * 129), ["chunk is 258", "odd divisor above 127"]),
+        (lambda: Pipeline("dct", 4), ["basis is 'dct'", "Identity, Dct", "selector is 4", "TopK"]),
+        (lambda: Pipeline(TopK(3), Dct()), ["basis is TopK(k=3)", "selector is Dct(chunk=64)"]),
+        (lambda: dense("float32"), ["dtype='float32'", "torch.bfloat16"]),
+        (lambda: dense([torch.float32]), ["dtype=[torch.float32]"]),
         (lambda: Pipeline(Identity(1), TopRate(2), "bf16"), ["chunk is 1", "rate is 2"]),
-        (lambda: Pipeline(Identity(1 << 21), Everything()), ["chunk is 2097152", "1048576"]),
+        (lambda: Pipeline(Identity(65537), Everything()), ["chunk is 65537", "65536"]),
         (lambda: dense(torch.int32), ["torch.int32", "torch.bfloat16"]),
         (lambda: dense(torch.float32, values="sign"), ["torch.float32", "'sign'"]),
     ],
@@ -269,6 +291,45 @@ def test_every_offending_setting_is_listed(attempt: Callable[[], Pipeline], word
     with pytest.raises(CompressorError) as caught:
         attempt()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "alike",
+    [
+        [threshold(1), threshold(1.0), threshold(np.float32(1)), threshold(np.int8(1), np.float64(1 / 16))],
+        [top_k(1), top_k(1.0), top_k(np.float16(1))],
+        [striding(0.5), striding(np.float32(0.5))],
+        [demo(8, 16), demo(np.int64(8), np.uint8(16))],
+        [random_k(0.5, 3), random_k(np.float32(0.5), np.int32(3))],
+        [Pipeline(Identity(64), TopK(3)), Pipeline(Identity(np.int16(64)), TopK(np.uint64(3)))],
+    ],
+    ids=lambda alike: str(alike[0]),
+)
+def test_a_number_of_any_kind_makes_the_same_compressor_and_plan(alike: list[Pipeline]) -> None:
+    assert len(set(alike)) == len({repr(one) for one in alike}) == 1
+    assert len({plan_bucket([spec(1000)], one).digest for one in alike}) == 1
+    assert len({repr(one.plan(spec(1000))) for one in alike}) == 1
+
+
+def test_a_step_of_any_kind_draws_the_same() -> None:
+    for compressor in (random_k(0.1), striding(0.1)):
+        plan = compressor.plan(spec(100))
+        assert draw_for(plan, np.int64(23), "x") == draw_for(plan, 23, "x")
+
+
+@pytest.mark.parametrize("tau", [1.5e-45, 1e-39, 3.4e38])
+def test_any_positive_float32_is_a_threshold(tau: float) -> None:
+    assert threshold(tau).plan(spec(100)).tau == tau
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**32, 10**30])
+def test_any_whole_number_is_a_seed(seed: int) -> None:
+    assert draw_for(random_k(0.1, seed).plan(spec(100)), 0, "x") != draw_for(random_k(0.1, 1).plan(spec(100)), 0, "x")
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 100, 127, 1016, 1000, 1024])
+def test_a_chunk_may_have_a_small_odd_part(chunk: int) -> None:
+    assert demo(k=1, chunk=chunk).plan(spec(5000)).chunk_numel == chunk
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool, torch.float8_e4m3fn], ids=str)
@@ -298,6 +359,7 @@ LAWFUL = (
     sign(),
     sign("sign2"),
     dense(),
+    dense(torch.float32),
 )
 
 

@@ -11,12 +11,14 @@ import torch
 import flexcomm
 from flexcomm import TensorSpec
 from flexcomm.bucket import plan_bucket
-from flexcomm.compress import ValueName
+from flexcomm.compress import Dct, Everything, Identity, Pipeline, ValueName
+from flexcomm.errors import CompressorError
 from flexcomm.kernels import ValueCode
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "compressors.md").read_text()
 SHAPES = {"matrix": (2048, 4096), "flat": (2048 * 4096,)}
 COSTS = re.findall(r"^\| `(\w+\(.*?\))`.*? \| (matrix|flat) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+CHUNKS = re.findall(r"^\| `chunk` of `(\w+)` \| a whole number from 2 to (\d+)", PAGE, re.MULTILINE)
 VALUE_BITS = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|", PAGE, re.MULTILINE)
 
 
@@ -30,6 +32,14 @@ def test_bytes_per_parameter_are_those_of_the_plan(recipe: str, shape: str, show
     compressor = eval(recipe, {**vars(flexcomm), "torch": torch})  # noqa: S307  (our own page)
     plan = plan_bucket((TensorSpec("x", SHAPES[shape], torch.float32),), compressor)
     assert f"{plan.nbytes / (2048 * 4096):.4f}" == shown
+
+
+@pytest.mark.parametrize("basis", [Identity, Dct])
+def test_the_longest_chunk_shown_is_the_longest_there_is(basis: type[Identity] | type[Dct]) -> None:
+    longest = int(dict(CHUNKS)[basis.__name__])
+    assert Pipeline(basis(longest), Everything())
+    with pytest.raises(CompressorError, match=f"from 2 to {longest}"):
+        Pipeline(basis(longest + 1), Everything())
 
 
 def test_every_value_code_has_a_row() -> None:

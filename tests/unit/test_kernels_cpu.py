@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flexcomm.kernels import Kernels
 
 SMALLEST_SHARE = "flexcomm.kernels.cpu.kernels._SMALLEST_SHARE"
-COMPILED = ("flexcomm.kernels.cpu.passes", "encode_chunks")
+COMPILED = ("flexcomm.kernels.cpu.encoding", "encode_chunks")
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
@@ -44,12 +44,12 @@ def test_cpu_kernels_keep_the_law(
 def test_work_is_shared_by_as_many_threads_as_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SMALLEST_SHARE, 1)
     plan = TensorPlan(1, 70 * 5, 1, 5, False, Selection.EVERYTHING, 5, ValueCode.FP32)
-    assert [len(CpuKernels(threads)._shares(plan)) for threads in (1, 2, 3)] == [1, 2, 3]
+    assert [len(CpuKernels(threads)._share_chunks(plan)) for threads in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_a_small_tensor_is_not_worth_a_second_thread() -> None:
     plan = TensorPlan(1, 70 * 5, 1, 5, False, Selection.EVERYTHING, 5, ValueCode.FP32)
-    assert len(CpuKernels(3)._shares(plan)) == 1
+    assert len(CpuKernels(3)._share_chunks(plan)) == 1
 
 
 @pytest.mark.parametrize("law", KERNEL_LAWS[:2], ids=lambda law: law.__name__)

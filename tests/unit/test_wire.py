@@ -32,7 +32,7 @@ from flexcomm.compress import (
 from flexcomm.errors import WireError
 from flexcomm.kernels import IndexCode, Kernels, ReferenceKernels, Selection, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels
-from flexcomm.wire import ALIGNMENT, HEADER_NBYTES, VERSION, Envelope, plan_layout, seal_
+from flexcomm.wire import ALIGNMENT, HEADER_NBYTES, HEADER_NWORDS, VERSION, Envelope, plan_layout, seal_
 from tests.unit.buckets import SEQUENCE, STEP, Gathered, gather, opened, reseal_
 
 CPU, REFERENCE = CpuKernels(1), ReferenceKernels()
@@ -86,7 +86,7 @@ def test_a_fixed_payloads_length_follows_from_shapes(values: ValueCode, keep: in
         7 * keep * values.bits,
     ]
     lengths = [-(-bits // 32) for bits in sections]
-    assert (layout.counts, layout.indices) == (0, 0)
+    assert layout.indices == 0
     assert (layout.scales, layout.values, layout.nwords) == (lengths[0], sum(lengths[:2]), sum(lengths))
     assert (layout.code is IndexCode.NONE) == (keep == 40)
 
@@ -186,7 +186,9 @@ def test_spare_bytes_are_zero_even_if_the_checksum_says_otherwise() -> None:
     gathered = sample()
     second_buffer(gathered)[15] = 1
     reseal_(second_buffer(gathered), CPU)
-    assert refused(gathered).field == "checksum"
+    error = refused(gathered)
+    assert error.field == "spare bytes"
+    assert "00000000 00000000 01000000, but must be zero" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +223,8 @@ def with_word(compressor: Compressor, section: str, word: int, place: int = 0) -
     """Return a bucket whose second sender wrote this word into the first tensor's section, and sealed it."""
     gathered = sample(compressor)
     one = gathered.plan.plans[0]
-    layout = plan_layout(one, one.entries)
-    second_buffer(gathered)[HEADER_NBYTES // 4 + getattr(layout, section) + place] = word
+    begin = 0 if section == "counts" else getattr(plan_layout(one, one.entries), section)
+    second_buffer(gathered)[HEADER_NWORDS + begin + place] = word
     reseal_(second_buffer(gathered), CPU)
     return gathered
 

@@ -1,14 +1,22 @@
 """Whatever arrives, a bucket is decoded in full or refused by ``WireError``; nothing is written beside the outputs.
 
-``FLEXCOMM_MUTATIONS`` is about how often damage is tried, 24,000 unless set; a seventh changes nothing. Half keep the
-old checksum, which always finds them out. The others are sealed again, as a sender with a broken program would: what is
+``FLEXCOMM_MUTATIONS`` is how many buffers other than the one sent are tried, 21,000 unless set. Half keep the old
+checksum, which always finds them out. The others are sealed again, as a sender with a broken program would: what is
 left to find them out is the payload's own structure, and many are payloads that might have been sent.
+
+``python -m tests.unit.test_wire_mutations`` tries them without pytest.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,24 +25,24 @@ import torch
 
 from flexcomm.compress import Identity, Pipeline, RandomK, Striding, Threshold, TopK, demo, top_k
 from flexcomm.errors import WireError
-from flexcomm.kernels import IndexCode, Payload, TensorPlan, ValueCode
+from flexcomm.kernels import IndexCode, Payload, ReferenceKernels, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.kernels.protocol import LARGEST_MAGNITUDE
 from flexcomm.testing.coefficients import Sent, sent_coefficients
-from flexcomm.wire import HEADER_NBYTES, Region, find_payload, plan_layout
-from tests.unit.buckets import Gathered, gather, open_, reseal_
+from flexcomm.wire import HEADER_NBYTES, HEADER_NWORDS, Region, find_payload, plan_layout
+from tests.unit.buckets import Gathered, gather, open_, opened, reseal_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
     from flexcomm.bucket import BucketPlan
     from flexcomm.compress import Compressor
 
-CASES = int(os.environ.get("FLEXCOMM_MUTATIONS", "24000"))
-HEADER_NWORDS = HEADER_NBYTES // 4
-KERNELS = CpuKernels(1)
+DEFAULT_CASES, FEWEST_CASES = 21_000, 20_000
+CASES = int(os.environ.get("FLEXCOMM_MUTATIONS", DEFAULT_CASES))
+REFERENCE = ReferenceKernels()
 GUARD, GUARD_VALUE, OLD_VALUE = 16, 77.0, 5.0
 
 BUCKETS: dict[str, tuple[Compressor, tuple[tuple[int, ...], ...]]] = {
@@ -51,6 +59,12 @@ BUCKETS: dict[str, tuple[Compressor, tuple[tuple[int, ...], ...]]] = {
     "strided_sign": (Pipeline(Identity(50), Striding(0.2), "sign"), ((130,),)),
     "mixed": (top_k(0.1, "int8"), ((), (3,), (0,), (7, 9), (2, 3, 11))),
 }
+# Enough elements, and chunks, that three threads have some each; a try takes far longer than of those above.
+THREADED_BUCKETS: dict[str, tuple[Compressor, tuple[tuple[int, ...], ...]]] = {
+    "threaded_fixed_bf16": (Pipeline(Identity(2048), TopK(6), "bf16"), ((200_000,),)),
+    "threaded_capacity_int8": (Pipeline(Identity(2048), Threshold(2.9, 0.01), "int8"), ((200_000,),)),
+}
+THREADED_CASES = CASES // 80
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -91,6 +105,7 @@ class Victim:
     gathered: Gathered
     guarded: Guarded
     random: np.random.Generator
+    kernels: CpuKernels
 
     @property
     def start(self) -> int:
@@ -111,16 +126,17 @@ class Victim:
 
 
 def make_victim(name: str) -> Victim:
-    compressor, shapes = BUCKETS[name]
-    seed = list(BUCKETS).index(name)
+    compressor, shapes = (BUCKETS | THREADED_BUCKETS)[name]
+    seed = list(BUCKETS | THREADED_BUCKETS).index(name)
     generator = torch.Generator().manual_seed(seed)
     dtypes = DTYPES if name == "mixed" else DTYPES[:1]
     nodes = [
         [torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
         for _ in range(2)
     ]
-    gathered = gather(compressor, nodes, KERNELS)
-    return Victim(gathered, Guarded(gathered.plan), np.random.default_rng(seed))
+    gathered = gather(compressor, nodes, REFERENCE)
+    kernels = CpuKernels(3 if name in THREADED_BUCKETS else 1)
+    return Victim(gathered, Guarded(gathered.plan), np.random.default_rng(seed), kernels)
 
 
 # --- damage without design --------------------------------------------------------------------------------------------
@@ -162,7 +178,7 @@ RANDOM_DAMAGE: tuple[Callable[[Victim, Tensor, int], None], ...] = (
 
 def refusal(victim: Victim, gathered: Gathered) -> WireError | None:
     try:
-        open_(gathered, victim.guarded.outs, KERNELS)
+        open_(gathered, victim.guarded.outs, victim.kernels)
     except WireError as error:
         return error
     return None
@@ -184,53 +200,72 @@ def require_refused_or_legal(victim: Victim, gathered: Gathered, what: str) -> N
         return
     # Only numbers no tensor may hold add up to infinity; a payload cannot tell by whom they were written.
     assert victim.guarded.are_finite() or largest_sent(victim, gathered) >= LARGEST_MAGNITUDE, what
+    for out, expected in zip(victim.guarded.outs, opened(gathered, REFERENCE), strict=True):
+        assert torch.equal(out.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), what
     victim.guarded.require_guards_and_refill()
 
 
 def largest_sent(victim: Victim, gathered: Gathered) -> float:
     words, start, largest = victim.words(gathered), HEADER_NWORDS, 0.0
     for one in gathered.plan.plans:
-        payload = find_payload(words, Region("node 1", 0, words.numel()), start, one, KERNELS)
-        sent = sent_coefficients(KERNELS, Sent(words, payload, None, is_finite=True), one)
+        payload = find_payload(words, Region("node 1", 0, words.numel()), start, one, victim.kernels)
+        sent = sent_coefficients(victim.kernels, Sent(words, payload, None, is_finite=True), one)
         largest = max(largest, float(sent.abs().max()) if sent.numel() else 0.0)
         start += payload.layout.nwords
     return largest
 
 
-@pytest.mark.parametrize("name", BUCKETS)
-def test_damage_is_always_found_out_by_the_checksum(name: str) -> None:
-    victim = make_victim(name)
-    for number in range(CASES // (2 * len(BUCKETS)) + 1):
-        damage, gathered = RANDOM_DAMAGE[number % len(RANDOM_DAMAGE)], victim.copy()
-        damage(victim, victim.words(gathered), 0)
-        if not torch.equal(gathered.buffer, victim.gathered.buffer):
-            require_refused(victim, gathered, f"{damage.__name__} number {number}")
+def spoiled(victim: Victim, count: int, spoil: Callable[[Tensor, int], str]) -> Iterator[tuple[str, Gathered]]:
+    """Yield so many copies that differ from what was sent, and what was done to each."""
+    numbers = itertools.count()
+    for _ in range(count):
+        what, gathered = "", victim.gathered
+        while torch.equal(gathered.buffer, victim.gathered.buffer):
+            number, gathered = next(numbers), victim.copy()
+            what = spoil(victim.words(gathered), number)
+        yield what, gathered
 
 
-@pytest.mark.parametrize("name", BUCKETS)
-def test_damage_that_was_sealed_again_is_refused_or_is_a_payload_like_any_other(name: str) -> None:
-    victim = make_victim(name)
-    for number in range(CASES // (4 * len(BUCKETS)) + 1):
-        damage, gathered = RANDOM_DAMAGE[number % len(RANDOM_DAMAGE)], victim.copy()
-        words = victim.words(gathered)
+def try_damage(victim: Victim, count: int) -> int:
+    """Damage is always found out by the checksum."""
+
+    def spoil(words: Tensor, number: int) -> str:
+        damage = RANDOM_DAMAGE[number % len(RANDOM_DAMAGE)]
+        damage(victim, words, 0)
+        return damage.__name__
+
+    return sum(1 for what, gathered in spoiled(victim, count, spoil) if require_refused(victim, gathered, what))
+
+
+def try_damage_sealed_again(victim: Victim, count: int) -> int:
+    """Damage with a checksum that fits is refused, or is a payload like any other and decoded as the reference does."""
+
+    def spoil(words: Tensor, number: int) -> str:
+        damage = RANDOM_DAMAGE[number % len(RANDOM_DAMAGE)]
         damage(victim, words, 0 if number % 8 == 0 else HEADER_NWORDS)
-        reseal_(words, KERNELS)
-        require_refused_or_legal(victim, gathered, f"{damage.__name__} number {number}")
+        reseal_(words, victim.kernels)
+        return damage.__name__
+
+    tried = 0
+    for what, gathered in spoiled(victim, count, spoil):
+        require_refused_or_legal(victim, gathered, what)
+        tried += 1
+    return tried
 
 
-@pytest.mark.parametrize("name", BUCKETS)
-def test_a_buffer_cut_short_or_drawn_out_is_always_refused(name: str) -> None:
-    victim = make_victim(name)
+def try_other_lengths(victim: Victim, count: int) -> int:
+    """A buffer cut short or drawn out is always refused."""
     length = victim.gathered.nbytes[1]
     room = torch.zeros(4 * length, dtype=torch.uint8)
-    for number in range(CASES // (20 * len(BUCKETS)) + 1):
+    for number in range(count):
         other = 4 * (victim.below(length // 4) if number % 2 else length // 4 + victim.between(1, length // 2))
         gathered = Gathered(victim.gathered.plan, torch.cat((victim.gathered.buffer, room)), [4 * victim.start, other])
         words = victim.words(gathered)
         if number % 3 and words.numel() >= HEADER_NWORDS:
             words[10] = other - HEADER_NBYTES
-            reseal_(words, KERNELS)
+            reseal_(words, victim.kernels)
         require_refused(victim, gathered, f"{other} bytes instead of {length}")
+    return count
 
 
 # --- lies with design: sealed, and never legal ------------------------------------------------------------------------
@@ -254,7 +289,7 @@ class Place:
 def places_of(victim: Victim) -> list[Place]:
     words, start, places = victim.words(victim.gathered), HEADER_NWORDS, []
     for one in victim.gathered.plan.plans:
-        payload = find_payload(words, Region("node 1", 0, words.numel()), start, one, KERNELS)
+        payload = find_payload(words, Region("node 1", 0, words.numel()), start, one, victim.kernels)
         places.append(Place(one, payload))
         start += payload.layout.nwords
     return [place for place in places if place.plan.chunks]
@@ -317,7 +352,7 @@ def lie_about_counts(victim: Victim, words: Tensor, place: Place) -> bool:
     width, chunk = place.plan.chunk_numel.bit_length(), victim.below(place.plan.chunks)
     count, length = place.counts()[chunk], place.plan.chunk_numel
     lies = [lie for lie in (count + 1, count - 1, 0, length, (1 << width) - 1) if lie >= 0 and lie != count]
-    put(words, place.bit("counts") + chunk * width, lies[victim.below(len(lies))], width)
+    put(words, 32 * place.payload.start + chunk * width, lies[victim.below(len(lies))], width)
     return True
 
 
@@ -346,25 +381,91 @@ def lie_about_values(victim: Victim, words: Tensor, place: Place) -> bool:
 
 LIES = (lie_about_indices, lie_about_a_repeated_index, lie_about_counts, lie_about_scales, lie_about_values)
 FIELDS = {
-    lie_about_indices: {"indices"},
-    lie_about_a_repeated_index: {"indices"},
-    lie_about_counts: {"counts", "indices", "count", "length", "values"},
-    lie_about_scales: {"scales"},
-    lie_about_values: {"values"},
+    "lie_about_indices": {"indices"},
+    "lie_about_a_repeated_index": {"indices"},
+    "lie_about_counts": {"counts", "indices", "count", "length", "values"},
+    "lie_about_scales": {"scales"},
+    "lie_about_values": {"values"},
 }
 
 
+def try_lies(victim: Victim, count: int) -> int:
+    """A lie is always found out, and blamed on what is wrong."""
+    places, tried = places_of(victim), 0
+
+    def spoil(words: Tensor, number: int) -> str:
+        lie = LIES[number % len(LIES)]
+        if lie(victim, words, places[victim.below(len(places))]):
+            reseal_(words, victim.kernels)
+        return lie.__name__
+
+    for what, gathered in spoiled(victim, count, spoil):
+        error = require_refused(victim, gathered, what)
+        assert error.field in FIELDS[what], f"{what}: {error}"
+        tried += 1
+    return tried
+
+
+WAYS: dict[Callable[[Victim, int], int], float] = {
+    try_damage: 1 / 2,
+    try_damage_sealed_again: 1 / 5,
+    try_lies: 1 / 4,
+    try_other_lengths: 1 / 20,
+}
+"""Which part of all cases is tried in which way."""
+
+
+def quota(way: Callable[[Victim, int], int]) -> int:
+    return math.ceil(CASES * WAYS[way] / len(BUCKETS))
+
+
 @pytest.mark.parametrize("name", BUCKETS)
-def test_a_lie_is_always_found_out_and_named(name: str) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_what_was_not_sent_is_refused_or_is_a_payload_like_any_other(
+    way: Callable[[Victim, int], int], name: str
+) -> None:
+    assert way(make_victim(name), quota(way)) == quota(way)
+
+
+@pytest.mark.skipif(CASES != DEFAULT_CASES, reason="FLEXCOMM_MUTATIONS asks for another number")
+def test_enough_is_tried() -> None:
+    assert sum(quota(way) for way in WAYS) * len(BUCKETS) >= FEWEST_CASES
+
+
+@pytest.mark.parametrize("name", THREADED_BUCKETS)
+def test_threads_refuse_and_decode_what_one_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted, submit = [], ThreadPoolExecutor.submit
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda *args: submitted.append(args) or submit(*args))
     victim = make_victim(name)
-    places = places_of(victim)
-    for number in range(CASES // (4 * len(BUCKETS)) + 1):
-        lie, place, gathered = LIES[number % len(LIES)], places[victim.below(len(places))], victim.copy()
-        words = victim.words(gathered)
-        if lie(victim, words, place):
-            reseal_(words, KERNELS)
-            error = require_refused(victim, gathered, f"{lie.__name__} number {number}")
-            assert error.field in FIELDS[lie], f"{lie.__name__} number {number}: {error}"
+    open_(victim.gathered, victim.guarded.outs, victim.kernels)
+    assert len(submitted) >= 4, "this shows nothing unless checking and decoding are work for three threads"
+    victim.guarded.require_guards_and_refill()
+    for way, part in WAYS.items():
+        count = math.ceil(THREADED_CASES * part)
+        assert way(victim, count) == count
+
+
+@pytest.mark.timeout(300)
+def test_no_index_leaves_its_array(tmp_path: Path) -> None:
+    """numba checks bounds only if told so before it compiles; what it compiled otherwise must not be used."""
+    cases = 1200
+    environment = {
+        "NUMBA_BOUNDSCHECK": "1",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "NUMBA_OPT": "0",  # compiles in half the time
+        "FLEXCOMM_MUTATIONS": str(cases),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.test_wire_mutations"],
+        env={**os.environ, **environment},
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= cases
 
 
 def test_buckets_are_of_every_kind() -> None:
@@ -377,7 +478,11 @@ def test_buckets_are_of_every_kind() -> None:
 def test_what_is_not_damaged_is_decoded() -> None:
     for name in BUCKETS:
         victim = make_victim(name)
-        open_(victim.gathered, victim.guarded.outs, KERNELS)
+        open_(victim.gathered, victim.guarded.outs, victim.kernels)
         assert victim.guarded.are_finite()
         assert all(bool((out != OLD_VALUE).any()) for out in victim.guarded.outs if out.numel())
         victim.guarded.require_guards_and_refill()
+
+
+if __name__ == "__main__":
+    print(sum(way(make_victim(bucket), quota(way)) for bucket in BUCKETS for way in WAYS))

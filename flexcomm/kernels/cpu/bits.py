@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexcomm.kernels.cpu.compiler import compiled
-from flexcomm.kernels.plan import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints
-    from flexcomm.kernels.cpu.records import Coding
 
-__all__ = ["get", "get_indices", "get_run", "put", "put_indices", "put_run"]
+__all__ = ["get", "get_run", "get_window", "put", "put_run", "put_window"]
 
-_PACKED = int(IndexCode.PACKED)
-_ELIAS_FANO = int(IndexCode.ELIAS_FANO)
 _LOW32 = 0xFFFFFFFF
+_FULL_WINDOW = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @compiled
@@ -36,6 +33,31 @@ def get(words: FullWords, position: Int, width: Int) -> Int:
     if shift + width > 32:
         value |= np.int64(words[at + 1]) << (32 - shift)
     return value & ((1 << width) - 1)
+
+
+@compiled
+def put_window(words: FullWords, position: Int, window: Int, width: Int) -> None:
+    """Write 1 to 64 bits of an unsigned number, which has no others."""
+    at, shift = position >> 5, position & 31
+    spread = window << np.uint64(shift)
+    words[at] |= np.uint32(spread)
+    if shift + width > 32:
+        words[at + 1] |= np.uint32(spread >> np.uint64(32))
+    if shift + width > 64:
+        words[at + 2] |= np.uint32(window >> np.uint64(64 - shift))
+
+
+@compiled
+def get_window(words: FullWords, position: Int, width: Int) -> Int:
+    """Return 1 to 64 bits as an unsigned number."""
+    at, shift = position >> 5, np.uint64(position & 31)
+    # What lies behind the last word is never asked for, but may be looked at.
+    second = np.uint64(words[min(at + 1, words.size - 1)])
+    third = np.uint64(words[min(at + 2, words.size - 1)])
+    low = np.uint64(words[at]) | (second << np.uint64(32))
+    # Two shifts: the third word moves by 64 where the first begins at its lowest bit, and no machine shifts by that.
+    high = (third << np.uint64(1)) << (np.uint64(63) - shift)
+    return ((low >> shift) | high) & (_FULL_WINDOW >> np.uint64(64 - width))
 
 
 @compiled
@@ -58,57 +80,3 @@ def get_run(words: FullWords, position: Int, width: Int, numbers: Ints, count: I
         window = get(words, position + begin * width, many * width)
         for i in range(many):
             numbers[begin + i] = (window >> (i * width)) & mask
-
-
-@compiled
-def put_indices(words: FullWords, position: Int, coding: Coding, picks: Ints, at: Int, count: Int, base: Int) -> None:
-    """Write ``count`` indices: the picks from ``at`` on, less ``base``."""
-    if coding.code == _PACKED:
-        for entry in range(count):
-            put(words, position + entry * coding.entry_bits, np.int64(picks[at + entry]) - base, coding.entry_bits)
-    elif coding.code == _ELIAS_FANO:
-        low = (1 << coding.low_bits) - 1
-        high = position + count * coding.low_bits
-        for entry in range(count):
-            index = np.int64(picks[at + entry]) - base
-            put(words, position + entry * coding.low_bits, index & low, coding.low_bits)
-            put(words, high + (index >> coding.low_bits) + entry, 1, 1)
-    else:
-        for entry in range(count):
-            put(words, position + picks[at + entry] - base, 1, 1)
-
-
-@compiled
-def get_indices(
-    words: FullWords, position: Int, coding: Coding, length: Int, count: Int, picks: Ints, at: Int, base: Int
-) -> Int:
-    """Fill ``picks`` from ``at`` on, where two chunks must have room, with the indices of a chunk, plus ``base``.
-
-    Returns how many there are: ``count``, unless that lies.
-    """
-    if coding.code == _PACKED:
-        for entry in range(count):
-            picks[at + entry] = base + get(words, position + entry * coding.entry_bits, coding.entry_bits)
-        return count
-    if coding.code == _ELIAS_FANO:
-        high = position + count * coding.low_bits
-        found = get_set_bits(words, high, count + ((length - 1) >> coding.low_bits), picks, at, 0)
-        for entry in range(min(found, count)):
-            low = get(words, position + entry * coding.low_bits, coding.low_bits)
-            picks[at + entry] = base + (((np.int64(picks[at + entry]) - entry) << coding.low_bits) | low)
-        return found
-    return get_set_bits(words, position, length, picks, at, base)
-
-
-@compiled
-def get_set_bits(words: FullWords, position: Int, length: Int, picks: Ints, at: Int, base: Int) -> Int:
-    """Fill ``picks`` from ``at`` on with the places of the bits that are set, plus ``base``; return how many."""
-    found = at
-    for begin in range(0, length, 32):
-        width = min(32, length - begin)
-        window = get(words, position + begin, width)
-        for bit in range(width):
-            # No branch on the bit: it is as good as random, and a mispredicted jump costs more than a store.
-            picks[found] = base + begin + bit
-            found += (window >> bit) & 1
-    return found - at

@@ -30,15 +30,16 @@ if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
     Integers = NDArray[Any]  # of any width
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "kept"]
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 
 def _digest_of_sources() -> str:
     room = Path(__file__).parent
+    shared = (room.parent / name for name in ("plan.py", "butterflies.py", "counting.py"))
     digest = hashlib.blake2b(digest_size=6)
-    for source in (*sorted(room.glob("*.py")), room.parent / "plan.py", room.parent / "butterflies.py"):
+    for source in (*sorted(room.glob("*.py")), *shared):
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
@@ -47,7 +48,12 @@ _SOURCES = _digest_of_sources()
 
 
 def compiled(function: Function) -> Function:
-    """Compile a loop, once per machine: numba keeps the result on disk.
+    """Compile a part of a loop, together with the loop that uses it."""
+    return cast("Function", numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def kept(function: Function) -> Function:
+    """Compile a loop that Python calls, once per machine: numba keeps the result on disk.
 
     numba looks at the time stamp of the function's own file only, and would go on using what it once inlined from
     another. So the name under which it is kept tells all the sources apart.

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flexcomm.kernels.counting import BIN_SHIFT
 from flexcomm.kernels.cpu.compiler import compiled
 from flexcomm.kernels.plan import Selection
 
 if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Int, Ints
+    from flexcomm.kernels.cpu.compiler import Int, Ints, Longs
     from flexcomm.kernels.cpu.records import Desk, Job
 
 __all__ = ["pick_chunks"]
@@ -96,15 +97,17 @@ def pick_largest(magnitudes: Ints, keep: Int, tops: Ints, few: Ints, picks: Ints
     else:
         bound = bound_of_largest(magnitudes, keep)
         count = collect(magnitudes, bound, picks, base)
-    return count if count == keep else drop_ties(magnitudes, bound, keep, picks, base, count)
+    return drop_last(magnitudes, bound + 1, keep, picks, base, count)
 
 
 @compiled
-def drop_ties(magnitudes: Ints, bound: Int, keep: Int, picks: Ints, base: Int, count: Int) -> Int:
-    """Drop the last of those picks that equal the bound, until ``keep`` are left."""
+def drop_last(magnitudes: Ints, bound: Int, keep: Int, picks: Ints, base: Int, count: Int) -> Int:
+    """Drop the last of those picks that stay below the bound, until ``keep`` are left."""
+    if count == keep:
+        return count
     spare = count - keep
     for entry in range(count - 1, -1, -1):
-        if spare > 0 and magnitudes[picks[entry] - base] == bound:
+        if spare > 0 and magnitudes[picks[entry] - base] < bound:
             picks[entry] = -1
             spare -= 1
     found = 0
@@ -157,10 +160,11 @@ def pick_shared(chunk: Int, job: Job, marks: Ints, picks: Ints, base: Int) -> In
 
 
 @compiled
-def pick_chunks(first: Int, many: Int, job: Job, magnitudes: Ints, desk: Desk) -> Int:
+def pick_chunks(first: Int, many: Int, job: Job, before: Longs, magnitudes: Ints, desk: Desk) -> Int:
     """Fill ``desk.picks`` and ``desk.counts`` with what is sent of each chunk; return how many that is in all.
 
-    Where everything is sent, there are no picks.
+    Where everything is sent, there are no picks. Where it depends on the data how many are sent of a chunk, the
+    differences of ``before[0]`` say.
     """
     length, total = job.chunk_numel, 0
     for i in range(many):
@@ -171,7 +175,9 @@ def pick_chunks(first: Int, many: Int, job: Job, magnitudes: Ints, desk: Desk) -
         elif job.selection == _LARGEST:
             count = pick_largest(row, job.keep, desk.tops, desk.few, picks, base)
         elif job.selection == _ABOVE:
-            count = collect(row, job.tau_bits, picks, base)
+            reaching = collect(row, job.tau_bits, picks, base)
+            count = before[0, first + i + 1] - before[0, first + i]
+            drop_last(row, ((job.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT, count, picks, base, reaching)
         else:
             count = pick_shared(first + i, job, desk.few, picks, base)
         desk.counts[i] = count

@@ -2,12 +2,12 @@
 //
 // Every kernel takes one Job by value, so a launch needs no copy of its arguments to the device, and all kernels can be
 // called alike: by CuPy on a device, and by a few lines of C++ where there is none. For the same reason there is no
-// warp intrinsic here, no include, and no shared variable but one array whose parts gpu.py lays out.
+// warp intrinsic here, no include, and no shared variable but one array whose parts share.py lays out.
 //
 // Bits must be those of every other kernel set: no fused multiply-add, no flushing of denormals, divisions as IEEE has
-// them (options in gpu.py), and every sum in the order that flexcomm/kernels/reference.py gives. Float atomics have no
-// order, so there is none. Bit strings are little-endian 32-bit words, lowest bit first, zero before anything is put;
-// entries own disjoint bits, so atomicOr puts them in any order with the same result.
+// them (options in compiler.py), and every sum in the order that flexcomm/kernels/reference gives. Float atomics have
+// no order, so there is none. Bit strings are little-endian 32-bit words, lowest bit first, zero before anything is
+// put; entries own disjoint bits, so atomicOr puts them in any order with the same result.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -27,7 +27,7 @@ const u32 LARGEST_BF16 = 0x7F7Fu;
 const u32 LARGEST_FP16 = 0x7BFFu;
 const u32 GOLDEN = 0x9E3779B9u;
 const u32 SUM_LANES = 32;
-const u32 BINS_SHIFT = 16;
+const u32 BIN_SHIFT = 16;
 
 struct alignas(16) Step {
     int code, i, j, spare;
@@ -50,7 +50,7 @@ struct Section {
     const i64* before;
 };
 
-// A plan, a layout, a draw, and where everything is. gpu.py mirrors it, field by field.
+// A plan, a layout, a draw, and where everything is. records.py mirrors it, field by field.
 struct Job {
     i64 rows, cols, chunk_rows, chunk_cols, grid_cols, chunk_numel, chunks;
     i64 transformed, selection, keep, tau_bits, values, value_bits, scales, count_bits, key, start;
@@ -70,7 +70,7 @@ struct Job {
     u32* workspace;
 };
 
-// gpu.py starts at most 256 threads a block. Four such blocks fit a multiprocessor if each thread has 64 registers.
+// kernels.py starts at most 256 threads a block. Four such blocks fit a multiprocessor if each thread has 64 registers.
 #define RESIDENT __launch_bounds__(256, 4)
 
 extern __shared__ u32 shared_words[];
@@ -501,6 +501,19 @@ __device__ void mark_largest(Team& team, const float* row, u32 length, u32 keep)
     mark_between(team, row, length, low, high, end_of_ties(team, row, length, low, high, ties));
 }
 
+// Return where the bin of these bits ends. The last one's end, 0x80000000, is more than any magnitude, NaN's too.
+__device__ u32 bin_end(u32 bits) { return ((bits >> BIN_SHIFT) + 1u) << BIN_SHIFT; }
+
+// Mark what reaches the threshold, so many as were counted: of the threshold's own bin, the last stay where more do.
+__device__ void mark_reaching(Team& team, const float* row, u32 length, u32 tau_bits, u32 wanted) {
+    u32 high = bin_end(tau_bits), limit = length;
+    if (count_reaching(team, row, length, tau_bits) > wanted) {
+        u32 ties = wanted - count_reaching(team, row, length, high);
+        limit = end_of_ties(team, row, length, tau_bits, high, ties);
+    }
+    mark_between(team, row, length, tau_bits, high, limit);
+}
+
 __device__ u32 shuffled(u32 place, u32 length, u32 key) {
     u32 width = 1u;
     while ((1u << width) < length) width++;
@@ -535,7 +548,7 @@ __device__ u32 select(Team& team, const Job& job, const float* row, i64 chunk) {
     if (job.selection == LARGEST) {
         mark_largest(team, row, length, (u32)job.keep);
     } else if (job.selection == ABOVE) {
-        mark_between(team, row, length, (u32)job.tau_bits, (u32)job.tau_bits, length);
+        mark_reaching(team, row, length, (u32)job.tau_bits, (u32)job.counts[chunk]);
     } else {
         mark_shared(team, job, chunk);
     }
@@ -567,7 +580,8 @@ __device__ u32 quantise(i64 values, float value, Scales scales) {
     if (values == INT8) return scales.scale > 0.0f ? (u32)(int)rintf(value / scales.scale) & 0xFFu : 0u;
     if (values == SIGN) return negative;
     float level = scales.step > 0.0f ? rintf((fabsf(value) - scales.scale) / scales.step) : 0.0f;
-    return ((u32)level << 1) | negative;
+    // Of a broken number, any level; but only its own bits are put.
+    return (((u32)level & 3u) << 1) | negative;
 }
 
 __device__ float dequantise(i64 values, u32 code, Scales scales) {
@@ -592,7 +606,9 @@ __device__ float mean_magnitude(Team& team, const Job& job, const float* row, fl
     team.sync();
     if (team.rank == 0u) {
         for (u32 half = SUM_LANES >> 1; half; half >>= 1) {
-            for (u32 lane = 0u; lane < half; lane++) sent[team.at(lane)] = sent[team.at(lane)] + sent[team.at(lane + half)];
+            for (u32 lane = 0u; lane < half; lane++) {
+                sent[team.at(lane)] = sent[team.at(lane)] + sent[team.at(lane + half)];
+            }
         }
     }
     team.sync();
@@ -737,20 +753,25 @@ extern "C" __global__ void RESIDENT encode_chunks(const Job job) {
     }
 }
 
-// Count what reaches the threshold in each chunk.
+// Count what reaches the threshold in each chunk and, behind all those counts, what reaches the end of its bin.
 extern "C" __global__ void survey_chunks(const Job job) {
     Block block = open_block(job);
     for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
         u32 here = chunks_here(job, first);
         accumulate(block, job, first, here);
         by_team(block, first, here, [&](i64 chunk) {
-            u32 count = count_reaching(block.team, block.row, (u32)job.chunk_numel, (u32)job.tau_bits);
-            if (block.team.rank == 0u) job.counts[chunk] = count;
+            u32 length = (u32)job.chunk_numel, tau_bits = (u32)job.tau_bits;
+            u32 low = count_reaching(block.team, block.row, length, tau_bits);
+            u32 high = count_reaching(block.team, block.row, length, bin_end(tau_bits));
+            if (block.team.rank == 0u) {
+                job.counts[chunk] = low;
+                job.counts[job.chunks + chunk] = high;
+            }
         });
     }
 }
 
-// Count magnitudes from bin `first` on, by the upper half of their bits. Those below are most, and nobody asks for them.
+// Count magnitudes from bin `first` on, by the upper half of their bits. Most are below, and nobody asks for them.
 extern "C" __global__ void histogram_of_chunks(const Job job) {
     Block block = open_block(job);
     u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch;
@@ -758,7 +779,7 @@ extern "C" __global__ void histogram_of_chunks(const Job job) {
         u32 here = chunks_here(job, first);
         accumulate(block, job, first, here);
         for (u32 e = block.thread; e < here * numel; e += block.threads) {
-            u32 bin = magnitude_of(block.row[e % numel * pitch + e / numel]) >> BINS_SHIFT;
+            u32 bin = magnitude_of(block.row[e % numel * pitch + e / numel]) >> BIN_SHIFT;
             if (bin >= job.first) atomicAdd((u64*)job.counts + bin, (u64)1);
         }
         __syncthreads();
@@ -815,7 +836,7 @@ extern "C" __global__ void RESIDENT decode_chunks(const Job job) {
 
 // --- faults ----------------------------------------------------------------------------------------------------------
 
-__device__ void report(const Job& job, i64 chunk, u32 fault) { atomicMin(job.answer, (u64)chunk * 4u + fault); }
+__device__ void report(const Job& job, u32 fault) { atomicMin(job.answer, (u64)fault); }
 
 __device__ bool indices_are_wrong(Block& block, const Job& job, Entries at) {
     Team& team = block.team;
@@ -841,19 +862,19 @@ __device__ bool values_are_wrong(Team& team, const Job& job, Entries at) {
     return wrong;
 }
 
-// Leave in the answer the first wrong chunk, times four, plus what is wrong with it: the least, in any order.
+// Leave in the answer the least fault of all chunks: the same one, in whatever order they are found.
 extern "C" __global__ void find_faults(const Job job) {
     Block block = open_block(job);
     for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
         by_team(block, first, chunks_here(job, first), [&](i64 chunk) {
             Team& team = block.team;
             Entries at = entries_of(job, job.own, chunk);
-            if (job.own.code != NO_INDEX && indices_are_wrong(block, job, at)) report(job, chunk, INDEX_FAULT);
+            if (job.own.code != NO_INDEX && indices_are_wrong(block, job, at)) report(job, INDEX_FAULT);
             for (u32 i = team.rank; i < job.scales; i += team.size) {
                 i64 position = 32 * job.own.scales + (chunk * job.scales + i) * 16;
-                if (get(job.words, position, 16u) >= 0x7F80u) report(job, chunk, SCALE_FAULT);
+                if (get(job.words, position, 16u) >= 0x7F80u) report(job, SCALE_FAULT);
             }
-            if (values_are_wrong(team, job, at)) report(job, chunk, VALUE_FAULT);
+            if (values_are_wrong(team, job, at)) report(job, VALUE_FAULT);
         });
     }
 }
@@ -881,14 +902,14 @@ extern "C" __global__ void find_unfit(const Job job) {
     if (unfit) atomicMax(job.answer, (u64)1);
 }
 
-// Counts begin at word `first`.
+// A payload begins with its counts.
 extern "C" __global__ void write_counts(const Job job) {
     for (i64 chunk = first_item(); chunk < job.chunks; chunk += items_apart()) {
-        put(job.words, 32 * job.first + chunk * job.count_bits, (u32)job.counts[chunk], (u32)job.count_bits);
+        put(job.words, chunk * job.count_bits, (u32)job.counts[chunk], (u32)job.count_bits);
     }
 }
 
-// Fill the counts; leave 1 in the answer if one exceeds a chunk.
+// Fill the counts of a payload that begins at word `first`; leave 1 in the answer if one exceeds a chunk.
 extern "C" __global__ void read_counts(const Job job) {
     for (i64 chunk = first_item(); chunk < job.chunks; chunk += items_apart()) {
         u32 count = get(job.words, 32 * job.first + chunk * job.count_bits, (u32)job.count_bits);

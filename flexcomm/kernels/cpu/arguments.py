@@ -1,0 +1,162 @@
+"""What the loops are given: plans as numbers, tensors as numpy's arrays over the same memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
+from flexcomm.kernels.counting import entries_before, threshold_bits
+from flexcomm.kernels.cpu.records import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    Coding,
+    Job,
+    Memory,
+    Source,
+    Transform,
+    Words,
+)
+from flexcomm.kernels.plan import NO_DRAW, Selection
+from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Momentum, Payload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+
+__all__ = [
+    "NO_COUNTS",
+    "as_floats",
+    "as_words",
+    "before_of",
+    "bits_before",
+    "coding_of",
+    "job_of",
+    "magnitude_bits",
+    "sections_of",
+    "source_of",
+    "target_of",
+    "views_of",
+]
+
+NO_COUNTS = np.empty((0, 0), np.int64)
+_NO_FLOATS = np.empty((0, 0), np.float32)
+_NO_SINGLES, _NO_DOUBLES, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.float64), np.empty(0, np.uint16)
+_KINDS = {torch.float32: FLOAT32, torch.float64: FLOAT64, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+
+def _memory(x: Tensor) -> Memory:
+    """Return a contiguous tensor's elements as the loops take them."""
+    flat, kind = x.detach().view(-1), _KINDS[x.dtype]
+    if kind == FLOAT32:
+        return Memory(kind, flat.numpy(), _NO_DOUBLES, _NO_HALVES)
+    if kind == FLOAT64:
+        return Memory(kind, _NO_SINGLES, flat.numpy(), _NO_HALVES)
+    return Memory(kind, _NO_SINGLES, _NO_DOUBLES, flat.view(torch.uint16).numpy())
+
+
+def magnitude_bits(x: Tensor) -> tuple[NDArray[Any], int, int]:
+    """Return the elements as integers, the mask that takes off the sign, and the first magnitude that is unfit."""
+    integers, mask, limit = _magnitudes(x.dtype)
+    return x.detach().view(-1).view(integers).numpy(), mask, limit
+
+
+@lru_cache(maxsize=8)
+def _magnitudes(dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    mask = (1 << (8 * dtype.itemsize - 1)) - 1
+    return integers, mask, int(torch.tensor(LARGEST_MAGNITUDE, dtype=dtype).view(integers))
+
+
+def as_floats(state: Tensor | None) -> NDArray[np.float32]:
+    return _NO_FLOATS if state is None else state.numpy()
+
+
+def as_words(words: Tensor) -> NDArray[np.uint32]:
+    return words.numpy().view(np.uint32)
+
+
+def views_of(words: NDArray[np.uint32]) -> Words:
+    return Words(words, words.view(np.uint16), words.view(np.int8))
+
+
+def job_of(plan: TensorPlan, draw: Draw = NO_DRAW) -> Job:
+    return _job(plan)._replace(key=draw.key, start=draw.start)
+
+
+@lru_cache(maxsize=4096)
+def _job(plan: TensorPlan) -> Job:
+    whole = plan.keep == plan.chunk_numel and not plan.is_variable
+    return Job(
+        rows=plan.rows,
+        cols=plan.cols,
+        chunk_rows=plan.chunk_rows,
+        chunk_cols=plan.chunk_cols,
+        grid_cols=plan.grid_cols,
+        chunk_numel=plan.chunk_numel,
+        transformed=int(plan.transformed),
+        selection=int(Selection.EVERYTHING if whole else plan.selection),
+        keep=plan.keep,
+        tau_bits=threshold_bits(plan.tau),
+        values=int(plan.values),
+        value_bits=plan.values.bits,
+        scales=plan.values.scales,
+        key=0,
+        start=0,
+    )
+
+
+def source_of(x: Tensor, plan: TensorPlan, momentum: Momentum) -> Source:
+    """Return what the loops read, with the lists of operations down the columns of a chunk and along its rows."""
+    height, width = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
+    return Source(
+        memory=_memory(x),
+        state=as_floats(momentum.state),
+        decay=np.float32(momentum.decay),
+        factor=np.float32(plan.scale(momentum.gain)),
+        down=_transform(height, inverse=False),
+        along=_transform(width, inverse=False),
+    )
+
+
+def target_of(out: Tensor, plan: TensorPlan) -> Source:
+    """Return what the loops write, with the lists that lead back."""
+    there = source_of(out, plan, Momentum())
+    height, width = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
+    return there._replace(down=_transform(height, inverse=True), along=_transform(width, inverse=True))
+
+
+@lru_cache(maxsize=64)
+def _transform(length: int, *, inverse: bool) -> Transform:
+    program = plan_inverse_dct(length) if inverse else plan_dct(length)
+    return Transform(program.height, program.inputs, program.outputs, program.steps, program.factors)
+
+
+def before_of(counts: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Return how many entries precede each chunk ``[senders, chunks + 1]``; nothing if every chunk has as many."""
+    return np.stack([entries_before(one).numpy() for one in counts]) if counts else NO_COUNTS
+
+
+def bits_before(before: NDArray[np.int64], chunk: int, job: Job, coding: Coding) -> tuple[int, int]:
+    """Return how many bits of indices and of values precede a chunk."""
+    entries = int(before[0, chunk]) if before.size else chunk * job.keep
+    return entries * coding.entry_bits + chunk * coding.chunk_bits, entries * job.value_bits
+
+
+def coding_of(layout: Layout) -> Coding:
+    return Coding(int(layout.code), layout.low_bits, layout.entry_bits, layout.chunk_bits)
+
+
+def sections_of(payload: Payload) -> tuple[int, ...]:
+    """Return where indices, scales and values begin, and how the indices are written: payloads differ in that, too."""
+    layout, start = payload.layout, payload.start
+    return start + layout.indices, start + layout.scales, start + layout.values, *coding_of(layout)

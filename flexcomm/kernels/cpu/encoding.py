@@ -1,0 +1,86 @@
+"""Encoding: every chunk is read once, worked on in cache, and written once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flexcomm.kernels.cpu.bits import put
+from flexcomm.kernels.cpu.coefficients import MAGNITUDE, accumulate, fill_magnitudes, make_desk, make_tiles
+from flexcomm.kernels.cpu.compiler import compiled, kept
+from flexcomm.kernels.cpu.floats import to_bits
+from flexcomm.kernels.cpu.indices import entries_before, put_index_run
+from flexcomm.kernels.cpu.selection import pick_chunks
+from flexcomm.kernels.cpu.transform import lanes_of, load_chunks
+from flexcomm.kernels.cpu.values import put_values
+from flexcomm.kernels.plan import IndexCode, Selection
+
+if TYPE_CHECKING:
+    from flexcomm.kernels.cpu.compiler import Floats, FullWords, Int, Longs
+    from flexcomm.kernels.cpu.records import Coding, Desk, Job, Source, Target
+
+__all__ = ["encode_chunks", "write_counts"]
+
+_LARGEST = int(Selection.LARGEST)
+_ABOVE = int(Selection.ABOVE)
+_NO_INDEX = int(IndexCode.NONE)
+_INFINITY = 0x7F800000
+
+
+@kept
+def encode_chunks(
+    first: Int, last: Int, source: Source, next_state: Floats, job: Job, coding: Coding, before: Longs, target: Target
+) -> Int:
+    """Encode chunks; return how many of the sent coefficients are not finite, which only a broken state can cause."""
+    tiles, desk, lanes, length, broken = make_tiles(source, job), make_desk(job), lanes_of(job), job.chunk_numel, 0
+    for begin in range(first, last, lanes):
+        many = min(lanes, last - begin)
+        load_chunks(source, begin, many, job, tiles)
+        rows, magnitudes = tiles.coefs.reshape(-1)[: many * length], tiles.magnitudes.reshape(-1)
+        if next_state.shape[0]:
+            rows = next_state.reshape(-1)[begin * length : (begin + many) * length]
+        accumulate(rows, tiles.coefs.reshape(-1), begin, source)
+        if job.selection == _LARGEST or job.selection == _ABOVE:
+            fill_magnitudes(magnitudes, rows)
+        count = pick_chunks(begin, many, job, before, magnitudes, desk)
+        take(rows, count, desk)
+        broken += count_broken(desk.taken, count)
+        start = entries_before(before, 0, begin, job.keep)
+        if coding.code != _NO_INDEX:
+            put_index_run(target.indices, target.index_origin, begin, many, job, coding, start, desk)
+        put_values(target, start * job.value_bits - target.value_origin, begin, many, job, count, desk)
+        give_back(rows, count, desk)
+    return broken
+
+
+@compiled
+def take(rows: Floats, count: Int, desk: Desk) -> None:
+    """Lay what was picked one behind the other."""
+    if count == rows.size:
+        desk.taken[:count] = rows
+        return
+    for entry in range(count):
+        desk.taken[entry] = rows[desk.picks[entry]]
+
+
+@compiled
+def give_back(rows: Floats, count: Int, desk: Desk) -> None:
+    """Put what was not sent of the picked coefficients where they were."""
+    if count == rows.size:
+        rows[:] = desk.taken[:count]
+        return
+    for entry in range(count):
+        rows[desk.picks[entry]] = desk.taken[entry]
+
+
+@compiled
+def count_broken(taken: Floats, count: Int) -> Int:
+    broken = 0
+    for entry in range(count):
+        broken += (to_bits(taken[entry]) & MAGNITUDE) >= _INFINITY
+    return broken
+
+
+@kept
+def write_counts(words: FullWords, counts: Longs, width: Int) -> None:
+    for chunk in range(counts.size):
+        put(words, chunk * width, counts[chunk], width)

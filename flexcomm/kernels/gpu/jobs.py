@@ -1,0 +1,89 @@
+"""Jobs that say all a plan, a tensor and payloads do; a block's share of them is filled in at the launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexcomm.kernels.gpu.programs import load_program
+from flexcomm.kernels.gpu.records import Job, Section
+from flexcomm.kernels.plan import NO_DRAW
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.protocol import Momentum
+
+__all__ = ["ELEMENTS", "coefficients_job", "elements_job", "list_sections", "plan_job", "section_of"]
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+"""As ``codec.cu`` numbers them."""
+_LOW32 = (1 << 32) - 1
+
+
+def plan_job(plan: TensorPlan, draw: Draw = NO_DRAW) -> Job:
+    return Job(
+        rows=plan.rows,
+        cols=plan.cols,
+        chunk_rows=plan.chunk_rows,
+        chunk_cols=plan.chunk_cols,
+        grid_cols=plan.grid_cols,
+        chunk_numel=plan.chunk_numel,
+        chunks=plan.chunks,
+        transformed=int(plan.transformed),
+        selection=int(plan.selection),
+        keep=plan.keep,
+        values=int(plan.values),
+        value_bits=plan.values.bits,
+        scales=plan.values.scales,
+        count_bits=plan.chunk_numel.bit_length(),
+        key=draw.key & _LOW32,
+        start=draw.start,
+    )
+
+
+def coefficients_job(x: Tensor, plan: TensorPlan, draw: Draw, momentum: Momentum) -> Job:
+    """Return a job that can compute ``decay * state + gain * coefficients`` of ``x``."""
+    job = plan_job(plan, draw)
+    job.element, job.decay, job.factor = ELEMENTS[x.dtype], momentum.decay, plan.scale(momentum.gain)
+    job.point(memory=x.detach().contiguous(), state=None if momentum.state is None else momentum.state.contiguous())
+    _add_transforms(job, plan, x.device, inverse=False)
+    return job
+
+
+def elements_job(out: Tensor, plan: TensorPlan, draw: Draw) -> Job:
+    """Return a job that can fill ``out``, which is contiguous, with the elements that have some coefficients."""
+    job = plan_job(plan, draw)
+    job.element, job.factor = ELEMENTS[out.dtype], plan.scale(1.0)
+    job.point(memory=out)
+    _add_transforms(job, plan, out.device, inverse=True)
+    return job
+
+
+def _add_transforms(job: Job, plan: TensorPlan, device: torch.device, *, inverse: bool) -> None:
+    lengths = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
+    job.down, job.along = (load_program(length, device, inverse=inverse) for length in lengths)
+
+
+def section_of(start: int, layout: Layout, before: Tensor | None) -> Section:
+    return Section(
+        indices=start + layout.indices,
+        scales=start + layout.scales,
+        values=start + layout.values,
+        code=int(layout.code),
+        low_bits=layout.low_bits,
+        entry_bits=layout.entry_bits,
+        chunk_bits=layout.chunk_bits,
+        before=0 if before is None else before.data_ptr(),
+    )
+
+
+def list_sections(sections: Sequence[Section], device: torch.device) -> Tensor:
+    """Return the sections one behind the other, in a device's memory."""
+    host = torch.frombuffer(bytearray(b"".join(map(bytes, sections))), dtype=torch.int64)
+    # From pinned memory the copy is queued; from any other, the host would wait for all that is queued before it.
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

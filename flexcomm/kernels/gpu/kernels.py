@@ -1,0 +1,178 @@
+"""The GPU's verbs: which kernels are launched, and what they are told."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexcomm.kernels.counting import BIN_SHIFT, BINS, entries_before, fill_up, raise_threshold, threshold_bits
+from flexcomm.kernels.gpu.jobs import ELEMENTS, coefficients_job, elements_job, list_sections, plan_job, section_of
+from flexcomm.kernels.gpu.launcher import CupyLauncher, Launcher
+from flexcomm.kernels.gpu.records import Job
+from flexcomm.kernels.gpu.share import Share, plan_chunk_share, plan_item_share
+from flexcomm.kernels.plan import NO_DRAW
+from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Survey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+
+__all__ = ["GpuKernels"]
+
+_EXPONENT = int(math.log2(LARGEST_MAGNITUDE))
+_UNFIT_BITS = {
+    torch.float32: (127 + _EXPONENT) << 23,
+    torch.bfloat16: (127 + _EXPONENT) << 7,
+    torch.float16: 0x7C00,
+    torch.float64: (1023 + _EXPONENT) << 52,
+}
+"""The least magnitude that is unfit, as bits. All finite numbers of float16 are fit."""
+_NO_FAULT = len(Fault)
+"""More than any fault: kernels leave the least they find."""
+_LOW32 = (1 << 32) - 1
+
+
+class GpuKernels:
+    """Kernels compiled by NVRTC. ``threads`` is the most of a block, 256 or fewer; the bits do not depend on it."""
+
+    name = "gpu"
+
+    def __init__(self, launcher: Launcher | None = None, threads: int = 256) -> None:
+        self._launcher = CupyLauncher() if launcher is None else launcher
+        self._threads = threads
+
+    def is_fit(self, x: Tensor) -> bool:
+        job = Job(element=ELEMENTS[x.dtype], numel=x.numel(), first=_UNFIT_BITS[x.dtype])
+        job.point(memory=x.detach().contiguous())
+        return self._ask("find_unfit", x.numel(), job, x.device) == 0
+
+    def survey(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> Survey:
+        job, tau_bits = coefficients_job(x, plan, NO_DRAW, momentum), threshold_bits(plan.tau)
+        counts, _ = self._count(job, plan, tau_bits, x.device)
+        if int(counts.sum()) <= plan.keep:
+            return Survey(counts, tau_bits)
+        bins = torch.zeros(BINS, dtype=torch.int64, device=x.device)
+        job.first = (tau_bits >> BIN_SHIFT) + 1
+        job.point(counts=bins)
+        self._launch_chunks("histogram_of_chunks", plan, job, x.device)
+        raised = raise_threshold(bins, tau_bits, plan.keep)
+        low, high = self._count(job, plan, raised.low, x.device)
+        return Survey(fill_up(low, high, plan.keep), raised.low)
+
+    def encode_(
+        self,
+        x: Tensor,
+        words: Tensor,
+        plan: TensorPlan,
+        layout: Layout,
+        draw: Draw,
+        momentum: Momentum,
+        survey: Survey | None = None,
+    ) -> bool:
+        words.zero_()
+        answer, job = _answer(x.device), coefficients_job(x, plan, draw, momentum)
+        job.point(words=words, answer=answer)
+        if survey is None:
+            job.own = section_of(0, layout, None)
+        else:
+            before, job.tau_bits = entries_before(survey.counts), survey.tau_bits
+            job.own = section_of(0, layout, before)
+            job.point(counts=survey.counts)
+            self._launch_items("write_counts", plan.chunks, job, x.device)
+        rest = None if momentum.next_state is None else _dense(momentum.next_state)
+        job.point(next_state=rest)
+        self._launch_chunks("encode_chunks", plan, job, x.device)
+        _give(rest, momentum.next_state)
+        return int(answer) == 0
+
+    def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
+        counts, job = torch.empty(plan.chunks, dtype=torch.int64, device=words.device), plan_job(plan)
+        job.first = start
+        job.point(words=words, counts=counts)
+        return counts if self._ask("read_counts", plan.chunks, job, words.device) == 0 else None
+
+    def find_fault(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Fault:
+        answer, job, before = _answer(words.device, _NO_FAULT), plan_job(plan), _before(payload)
+        job.own = section_of(payload.start, payload.layout, before)
+        job.point(words=words, answer=answer)
+        self._launch_chunks("find_faults", plan, job, words.device)
+        found = int(answer)
+        return Fault.NONE if found == _NO_FAULT else Fault(found)
+
+    def decode_(
+        self,
+        words: Tensor,
+        payloads: Sequence[Payload],
+        plan: TensorPlan,
+        draw: Draw,
+        average: Average,
+        out: Tensor,
+    ) -> None:
+        dense, befores = _dense(out), [_before(payload) for payload in payloads]
+        sections = [
+            section_of(payload.start, payload.layout, before) for payload, before in zip(payloads, befores, strict=True)
+        ]
+        job = elements_job(dense, plan, draw)
+        job.senders, job.by_contributors = len(payloads), int(average == "contributors")
+        job.point(words=words, sections=list_sections(sections, out.device))
+        self._launch_chunks("decode_chunks", plan, job, out.device)
+        _give(dense, out)
+
+    def checksum(self, words: Tensor, first: int) -> int:
+        job = Job(numel=words.numel(), first=first)
+        job.point(words=words)
+        return self._ask("add_checksum", words.numel(), job, words.device) & _LOW32
+
+    def _count(self, job: Job, plan: TensorPlan, tau_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return how many of each chunk reach the threshold, and how many reach the end of its bin."""
+        counts = torch.zeros(2, plan.chunks, dtype=torch.int64, device=device)
+        job.tau_bits = tau_bits
+        job.point(counts=counts)
+        self._launch_chunks("survey_chunks", plan, job, device)
+        return counts[0], counts[1]
+
+    def _ask(self, kernel: str, items: int, job: Job, device: torch.device) -> int:
+        """Return what a kernel leaves in its answer, which is zero before; the host waits for it."""
+        answer = _answer(device)
+        job.point(answer=answer)
+        self._launch_items(kernel, items, job, device)
+        return int(answer)
+
+    def _launch_items(self, kernel: str, items: int, job: Job, device: torch.device) -> None:
+        if items:
+            self._launch(kernel, plan_item_share(items, self._threads), job, device)
+
+    def _launch_chunks(self, kernel: str, plan: TensorPlan, job: Job, device: torch.device) -> None:
+        if plan.chunks:
+            shared_nbytes = self._launcher.shared_nbytes(device)
+            self._launch(kernel, plan_chunk_share(plan, self._threads, shared_nbytes), job, device)
+
+    def _launch(self, kernel: str, share: Share, job: Job, device: torch.device) -> None:
+        for field, value in share.fields.items():
+            setattr(job, field, value)
+        if share.workspace_words:
+            job.point(workspace=torch.empty(share.workspace_words, dtype=torch.int32, device=device))
+        self._launcher.launch(kernel, share.grid, share.threads, share.shared_nbytes, job, device)
+
+
+def _before(payload: Payload) -> Tensor | None:
+    return None if payload.counts is None else entries_before(payload.counts)
+
+
+def _answer(device: torch.device, start: int = 0) -> Tensor:
+    return torch.full((), start, dtype=torch.int64, device=device)
+
+
+def _dense(target: Tensor) -> Tensor:
+    """Return the target if kernels can fill it, else memory that they can."""
+    return target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype, device=target.device)
+
+
+def _give(filled: Tensor | None, target: Tensor | None) -> None:
+    if filled is not None and target is not None and filled is not target:
+        target.copy_(filled)

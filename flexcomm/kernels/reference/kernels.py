@@ -1,0 +1,139 @@
+"""The reference's verbs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexcomm.kernels.counting import BIN_SHIFT, BINS, fill_up, raise_threshold, threshold_bits
+from flexcomm.kernels.plan import IndexCode, ValueCode
+from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Survey
+from flexcomm.kernels.reference.bits import get, put, to_bits, to_words
+from flexcomm.kernels.reference.floats import divided, magnitude_bits
+from flexcomm.kernels.reference.hashing import GOLDEN, LOW32, mix32
+from flexcomm.kernels.reference.indices import get_indices, put_indices
+from flexcomm.kernels.reference.selection import select, select_shared
+from flexcomm.kernels.reference.transform import accumulate, restore
+from flexcomm.kernels.reference.values import dequantise, quantise
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+
+__all__ = ["ReferenceKernels"]
+
+_INFINITE = {ValueCode.FP32: 0x7F800000, ValueCode.BF16: 0x7F80, ValueCode.FP16: 0x7C00}
+
+
+class ReferenceKernels:
+    """Torch operations, for any device."""
+
+    name = "reference"
+
+    def is_fit(self, x: Tensor) -> bool:
+        return bool((x.abs() < LARGEST_MAGNITUDE).all())
+
+    def survey(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> Survey:
+        magnitudes, tau_bits = magnitude_bits(accumulate(x, plan, momentum)), threshold_bits(plan.tau)
+        counts = (magnitudes >= tau_bits).sum(dim=1)
+        if int(counts.sum()) <= plan.keep:
+            return Survey(counts, tau_bits)
+        bins = torch.bincount(magnitudes.view(-1) >> BIN_SHIFT, minlength=BINS)
+        raised = raise_threshold(bins, tau_bits, plan.keep)
+        low, high = ((magnitudes >= bound).sum(dim=1) for bound in raised)
+        return Survey(fill_up(low, high, plan.keep), raised.low)
+
+    def encode_(
+        self,
+        x: Tensor,
+        words: Tensor,
+        plan: TensorPlan,
+        layout: Layout,
+        draw: Draw,
+        momentum: Momentum,
+        survey: Survey | None = None,
+    ) -> bool:
+        coefficients = accumulate(x, plan, momentum)
+        chosen = select(coefficients, plan, draw, survey)
+        picked = coefficients[chosen]
+        bits = torch.zeros(32 * words.numel(), dtype=torch.int64, device=x.device)
+        if survey is not None:
+            put(bits, 0, survey.counts, plan.chunk_numel.bit_length())
+        put_indices(bits[32 * layout.indices :], chosen, layout)
+        codes, scales = quantise(picked, chosen, plan.values)
+        put(bits, 32 * layout.scales, scales.reshape(-1), 16)
+        put(bits, 32 * layout.values, codes, plan.values.bits)
+        words.copy_(to_words(bits))
+        if momentum.next_state is not None:
+            coefficients[chosen] = picked - dequantise(codes, scales, chosen, plan.values)
+            momentum.next_state.copy_(coefficients)
+        return bool(picked.isfinite().all())
+
+    def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
+        width = plan.chunk_numel.bit_length()
+        nwords = -(-plan.chunks * width // 32)
+        counts = get(to_bits(words[start : start + nwords]), 0, plan.chunks, width)
+        return None if bool((counts > plan.chunk_numel).any()) else counts
+
+    def find_fault(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Fault:
+        layout, counts = payload.layout, _counts_of(payload, plan, words.device)
+        bits = to_bits(words[payload.start : payload.start + layout.nwords])
+        if layout.code is not IndexCode.NONE:
+            found = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
+            if found is None:
+                return Fault.INDEX
+        scales = get(bits, 32 * layout.scales, plan.chunks * plan.values.scales, 16)
+        if bool((scales >= _INFINITE[ValueCode.BF16]).any()):
+            return Fault.SCALE
+        codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.bits)
+        infinite = _INFINITE.get(plan.values)
+        if infinite is not None and bool(((codes & infinite) == infinite).any()):
+            return Fault.VALUE
+        return Fault.NONE
+
+    def decode_(
+        self,
+        words: Tensor,
+        payloads: Sequence[Payload],
+        plan: TensorPlan,
+        draw: Draw,
+        average: Average,
+        out: Tensor,
+    ) -> None:
+        total = torch.zeros(plan.state_shape, device=out.device)
+        given = torch.zeros(plan.state_shape, device=out.device)
+        for payload in payloads:
+            chosen, sent = _decode(words, payload, plan, draw)
+            total[chosen] += sent
+            given[chosen] += 1.0
+        mean = total / given.clamp(min=1.0) if average == "contributors" else divided(total, float(len(payloads)))
+        out.copy_(restore(mean, plan).reshape(out.shape).to(out.dtype))
+
+    def checksum(self, words: Tensor, first: int) -> int:
+        places = torch.arange(first, first + words.numel(), device=words.device)
+        return int(mix32(words.to(torch.int64) ^ (places * GOLDEN)).sum()) & LOW32
+
+
+def _decode(words: Tensor, payload: Payload, plan: TensorPlan, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Return the mask of sent coefficients, and their values in order."""
+    layout, counts = payload.layout, _counts_of(payload, plan, words.device)
+    bits = to_bits(words[payload.start : payload.start + layout.nwords])
+    if layout.code is IndexCode.NONE:
+        chosen = select_shared(plan, draw, words.device)
+    else:
+        found = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
+        assert found is not None, "decode_ takes payloads without a fault"  # noqa: S101  (our own invariant)
+        chosen = found
+    codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.bits)
+    scales = get(bits, 32 * layout.scales, plan.chunks * plan.values.scales, 16).view(plan.chunks, plan.values.scales)
+    return chosen, dequantise(codes, scales, chosen, plan.values)
+
+
+def _counts_of(payload: Payload, plan: TensorPlan, device: torch.device) -> Tensor:
+    if payload.counts is not None:
+        return payload.counts
+    return torch.full((plan.chunks,), plan.keep, device=device)
