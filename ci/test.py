@@ -54,8 +54,12 @@ class Result:
 
 
 def all_suites() -> list[Suite]:
-    plain = {name: partial(plain_command, name) for name in ("arch", "unit", "ranks", "emulated")} | {
-        "unit": unit_command
+    plain: dict[str, Callable[[], tuple[list[str], dict[str, str]]]] = {
+        "arch": partial(plain_command, "arch"),
+        "unit": unit_command,
+        "ranks": partial(paired_command, "ranks", "worksteal"),
+        # By file: every worker that meets a test of the shared cluster makes one of its own.
+        "emulated": partial(paired_command, "emulated", "loadfile"),
     }
     mpi = [
         Suite("mpi", f"mpi, {launcher}, {size} ranks", partial(mpi_command, launcher, size))
@@ -69,10 +73,16 @@ def plain_command(name: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-m", "pytest", "-q", f"tests/{name}"], {}
 
 
+def paired_command(name: str, dealt: str) -> tuple[list[str], dict[str, str]]:
+    """Two tests at a time: what starts jobs waits for launchers and kernels about half of its time."""
+    command, env = plain_command(name)
+    return [*command, "-n", "2", "--dist", dealt], env
+
+
 def unit_command() -> tuple[list[str], dict[str, str]]:
     """Unit tests compute alone, in one thread, and need nothing but a core: two files at a time."""
-    command, _ = plain_command("unit")
-    return [*command, "-n", "2", "--dist", "loadfile"], {"OMP_NUM_THREADS": "1"}
+    command, _ = paired_command("unit", "loadfile")
+    return command, {"OMP_NUM_THREADS": "1"}
 
 
 def mpi_command(launcher: Launcher, size: int) -> tuple[list[str], dict[str, str]]:

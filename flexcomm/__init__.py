@@ -25,11 +25,14 @@ from flexcomm.errors import (
     InvalidTensorError,
     NonFiniteError,
     PeerLostError,
+    SyncError,
     TopologyError,
     TransportError,
     TransportUnavailableError,
     WireError,
 )
+from flexcomm.residuals import Residuals
+from flexcomm.sync import SyncHandle, hierarchical_sync, start_exchange, start_sync
 from flexcomm.topology import Topology
 from flexcomm.transport import Handle, Transport
 from flexcomm.version import __version__
@@ -47,6 +50,9 @@ __all__ = [
     "NonFiniteError",
     "PeerLostError",
     "Pipeline",
+    "Residuals",
+    "SyncError",
+    "SyncHandle",
     "TensorSpec",
     "Topology",
     "TopologyError",
@@ -60,8 +66,11 @@ __all__ = [
     "connect_mesh",
     "demo",
     "dense",
+    "hierarchical_sync",
     "random_k",
     "sign",
+    "start_exchange",
+    "start_sync",
     "striding",
     "threshold",
     "top_k",

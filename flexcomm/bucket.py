@@ -12,16 +12,17 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 
 from flexcomm.compress import Compressor, TensorSpec, dense, draw_for
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
-from flexcomm.kernels import Average, Kernels, Momentum, Payload, Selection, TensorPlan
+from flexcomm.kernels import Average, Kernels, Layout, Momentum, Payload, Selection, TensorPlan
 from flexcomm.wire import (
     ALIGNMENT,
     HEADER_NWORDS,
+    NOTHING_FIT,
     SENT_LIKE_THAT,
     VERSION,
     WORD_NBYTES,
@@ -39,7 +40,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["BucketPlan", "decode_bucket_", "encode_bucket_", "is_dense", "plan_bucket", "regions_of"]
+__all__ = [
+    "BucketPlan",
+    "Opened",
+    "assemble_bucket",
+    "decode_bucket_",
+    "decode_payloads_",
+    "encode_bucket_",
+    "flag_bucket_",
+    "is_dense",
+    "open_bucket",
+    "plan_bucket",
+    "plan_tensor",
+    "regions_of",
+    "unchecked_bucket",
+]
 
 _TINY_NUMEL = 64
 _NUMBERS = 1 << 64
@@ -50,11 +65,13 @@ _NO_MOMENTUM = Momentum()
 class BucketPlan:
     """What follows from names, shapes, dtypes and compressor: equal on every rank, or ``digest`` tells.
 
-    ``nbytes`` is the length of every buffer or, of an ``exact`` plan, the greatest length of one.
+    ``nbytes`` is the length of every buffer or, of an ``exact`` plan, the greatest length of one; ``layouts`` are those
+    of payloads that are as long as they may get.
     """
 
     specs: tuple[TensorSpec, ...]
     plans: tuple[TensorPlan, ...]
+    layouts: tuple[Layout, ...]
     nbytes: int
     digest: int
 
@@ -88,12 +105,18 @@ def _plan_bucket(specs: tuple[TensorSpec, ...], compressor: Compressor) -> Bucke
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise CompressorError(f"several tensors of one bucket are called {', '.join(twice)}: give each its own name.")
-    plans = tuple(_plan_tensor(spec, compressor) for spec in specs)
-    nwords = HEADER_NWORDS + sum(plan_layout(plan, plan.entries).nwords for plan in plans)
-    return BucketPlan(specs, plans, _aligned(nwords) * WORD_NBYTES, _digest(specs, plans))
+    return assemble_bucket(specs, tuple(plan_tensor(spec, compressor) for spec in specs))
 
 
-def _plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
+def assemble_bucket(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> BucketPlan:
+    """Return how tensors with these plans share a buffer."""
+    layouts = tuple(plan_layout(plan, plan.entries) for plan in plans)
+    nwords = HEADER_NWORDS + sum(layout.nwords for layout in layouts)
+    return BucketPlan(specs, plans, layouts, _aligned(nwords) * WORD_NBYTES, _digest(specs, plans))
+
+
+def plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
+    """Return what is sent of a tensor: what the compressor plans, or all of it where that is shorter."""
     plan, whole = compressor.plan(spec), dense().plan(spec)
     if plan.rows * plan.cols != math.prod(spec.shape):
         raise CompressorError(
@@ -149,10 +172,10 @@ def encode_bucket_(
             f"step on every rank; if that happens often, lower the learning rate or the loss scale, or clip."
         )
     position, count = HEADER_NWORDS, 0
-    for spec, one, x, momentum in zip(plan.specs, plan.plans, tensors, momenta, strict=True):
+    for spec, one, full, x, momentum in zip(plan.specs, plan.plans, plan.layouts, tensors, momenta, strict=True):
         survey = kernels.survey(x, one, momentum) if one.is_variable else None
         entries = one.entries if survey is None else int(survey.counts.sum())
-        layout = plan_layout(one, entries if one.exact else one.entries)
+        layout = plan_layout(one, entries) if one.exact else full
         payload = words[position : position + layout.nwords]
         if not kernels.encode_(x, payload, one, layout, draw_for(one, step, spec.name), momentum, survey):
             raise NonFiniteError(
@@ -163,6 +186,16 @@ def encode_bucket_(
     end = _aligned(position)
     words[position:end] = 0
     seal_(words[:end], Envelope(plan.digest, step, sequence, count), kernels)
+    return end * WORD_NBYTES
+
+
+def flag_bucket_(plan: BucketPlan, buffer: Tensor, *, step: int, sequence: int, kernels: Kernels) -> int:
+    """Fill ``buffer`` with word that there is nothing fit to be sent; return how many of its bytes are used."""
+    words = _words_to_fill(plan, buffer)
+    _check_numbers(step=step, sequence=sequence)
+    end = HEADER_NWORDS if plan.exact else plan.nbytes // WORD_NBYTES
+    words[:end] = 0
+    seal_(words[:end], Envelope(plan.digest, step, sequence, 0, NOTHING_FIT), kernels)
     return end * WORD_NBYTES
 
 
@@ -254,20 +287,61 @@ def decode_bucket_(
 ) -> None:
     """Fill ``tensors`` with the averages of the buffers in ``gathered``, added in the order of ``regions``.
 
-    Everything is checked before anything is written: a ``WireError`` names the sender and leaves all as it was.
+    Everything is checked before anything is written: a ``WireError`` names the sender and leaves all as it was, and so
+    does a ``NonFiniteError`` that names those who had nothing fit to send.
     """
-    words = to_words(gathered)
     _check_tensors(plan, tensors, gathered.device)
     _check_outputs(plan, tensors)
+    if average not in get_args(Average):
+        raise InvalidArgumentError(f"average is {average!r}, but must be one of {', '.join(get_args(Average))}.")
+    opened = open_bucket(plan, gathered, regions, step=step, sequence=sequence, kernels=kernels)
+    if opened.flagged:
+        raise NonFiniteError(f"{', '.join(opened.flagged)} had nothing fit to send: NaN, infinity or 2**100 or more.")
+    decode_payloads_(plan, opened, tensors, step=step, kernels=kernels, average=average)
+
+
+class Opened(NamedTuple):
+    """Buffers that have been checked: their words, where each sender's payloads are, and who sent none."""
+
+    words: Tensor
+    payloads: list[list[Payload]]
+    flagged: list[str]
+
+
+def open_bucket(
+    plan: BucketPlan, gathered: Tensor, regions: Sequence[Region], *, step: int, sequence: int, kernels: Kernels
+) -> Opened:
+    """Check the buffers in ``gathered``. Raises ``WireError``, naming the sender, if one cannot be used."""
+    words = to_words(gathered)
     _check_numbers(step=step, sequence=sequence)
     if not regions:
         raise InvalidArgumentError("there are no buffers to average: give the region of at least one sender.")
-    if average not in get_args(Average):
-        raise InvalidArgumentError(f"average is {average!r}, but must be one of {', '.join(get_args(Average))}.")
-    payloads = [_check_buffer(plan, words, region, step, sequence, kernels) for region in regions]
+    payloads, flagged = [], []
+    for region in regions:
+        found = _check_buffer(plan, words, region, step, sequence, kernels)
+        if found is None:
+            flagged.append(region.sender)
+        else:
+            payloads.append(found)
+    return Opened(words, payloads, flagged)
+
+
+def unchecked_bucket(plan: BucketPlan, buffer: Tensor) -> Opened:
+    """Return where the payloads of one buffer are, of a plan whose lengths do not vary, without looking at them."""
+    payloads, position = [], HEADER_NWORDS
+    for layout in plan.layouts:
+        payloads.append(Payload(position, layout))
+        position += layout.nwords
+    return Opened(to_words(buffer), [payloads], [])
+
+
+def decode_payloads_(
+    plan: BucketPlan, opened: Opened, tensors: Sequence[Tensor], *, step: int, kernels: Kernels, average: Average
+) -> None:
+    """Fill ``tensors`` with the averages of opened buffers, of a plan with the same payloads."""
     for number, (spec, one, out) in enumerate(zip(plan.specs, plan.plans, tensors, strict=True)):
         draw = draw_for(one, step, spec.name)
-        kernels.decode_(words, [found[number] for found in payloads], one, draw, average, out.detach())
+        kernels.decode_(opened.words, [found[number] for found in opened.payloads], one, draw, average, out.detach())
 
 
 def _check_outputs(plan: BucketPlan, tensors: Sequence[Tensor]) -> None:
@@ -278,8 +352,8 @@ def _check_outputs(plan: BucketPlan, tensors: Sequence[Tensor]) -> None:
 
 def _check_buffer(
     plan: BucketPlan, words: Tensor, region: Region, step: int, sequence: int, kernels: Kernels
-) -> list[Payload]:
-    """Return where each tensor's payload is, once the whole buffer has been checked."""
+) -> list[Payload] | None:
+    """Return where each tensor's payload is, once the whole buffer has been checked; None if it is flagged."""
     nwords = plan.nbytes // WORD_NBYTES
     if region.nwords > nwords or (region.nwords < nwords and not plan.exact):
         needed = f"{'at most ' if plan.exact else ''}{plan.nbytes} bytes"
@@ -296,10 +370,12 @@ def _check_buffer(
             f"it is said to end at byte {(region.start + region.nwords) * WORD_NBYTES}, but "
             f"{words.numel() * WORD_NBYTES} were gathered: give regions_of the lengths that were gathered.",
         )
-    announced = open_envelope(words, region, Envelope(plan.digest, step, sequence, plan.count), kernels)
+    envelope = open_envelope(words, region, Envelope(plan.digest, step, sequence, plan.count), kernels)
+    if envelope.flags == NOTHING_FIT:
+        return None
     payloads, position, count = [], HEADER_NWORDS, 0
-    for one in plan.plans:
-        payload = find_payload(words, region, position, one, kernels)
+    for one, full in zip(plan.plans, plan.layouts, strict=True):
+        payload = find_payload(words, region, position, one, full, kernels)
         payloads.append(payload)
         position += payload.layout.nwords
         count += one.entries if payload.counts is None else int(payload.counts.sum())
@@ -309,7 +385,7 @@ def _check_buffer(
             "length",
             f"its tensors end at byte {position * WORD_NBYTES}, the buffer does not. {SENT_LIKE_THAT}",
         )
-    if count != announced:
-        problem = f"it announces {announced} entries, but holds {count}."
+    if count != envelope.count:
+        problem = f"it announces {envelope.count} entries, but holds {count}."
         raise WireError(region.sender, "count", f"{problem} {SENT_LIKE_THAT}")
     return payloads

@@ -7,6 +7,7 @@
     ├── TopologyError                 who is where cannot be told, or contradicts itself
     ├── CompressorError               settings no compressor can have (also a ValueError)
     ├── NonFiniteError                a tensor to be sent holds NaN, infinity or too large a number
+    ├── SyncError                     a synchronisation failed because it failed on another rank; nothing was changed
     ├── WireError                     a received payload is damaged, or not the one expected; nothing was written
     ├── ConfigMismatchError           ranks disagree on what must be equal; raised on all of them, before data moves
     └── TransportError                a cable, or what was asked of it
@@ -29,6 +30,7 @@ __all__ = [
     "InvalidTensorError",
     "NonFiniteError",
     "PeerLostError",
+    "SyncError",
     "TopologyError",
     "TransportError",
     "TransportUnavailableError",
@@ -62,6 +64,10 @@ class WireError(FlexcommError):
         super().__init__(f"the payload of {sender} cannot be used, because of its {field}: {problem}")
         self.sender = sender
         self.field = field
+
+
+class SyncError(FlexcommError):
+    """A synchronisation failed here because another rank of this node could not do its part; nothing was changed."""
 
 
 class TopologyError(FlexcommError):

@@ -23,6 +23,7 @@ __all__ = [
     "ALIGNMENT",
     "HEADER_NBYTES",
     "HEADER_NWORDS",
+    "NOTHING_FIT",
     "SENT_LIKE_THAT",
     "VERSION",
     "WORD_NBYTES",
@@ -45,9 +46,13 @@ HEADER_NWORDS = HEADER_NBYTES // WORD_NBYTES
 ALIGNMENT = 16
 """A buffer's bytes are a multiple of this, so that rows of gathered buffers stay aligned."""
 
+NOTHING_FIT = 1
+"""The flag of a buffer without payloads, whose sender had NaN or the like."""
+
 _WORD_BITS = 8 * WORD_NBYTES
 _SCALE_BITS = 16
 _CHECKSUM_WORD = 12
+_LOW32 = (1 << 32) - 1
 _FAULTS = {
     Fault.INDEX: ("indices", "they leave the chunk, repeat, do not increase, or are not as many as announced"),
     Fault.SCALE: ("scales", "one is negative or not finite"),
@@ -133,13 +138,13 @@ def to_words(buffer: Tensor) -> Tensor:
 
 def seal_(words: Tensor, envelope: Envelope, kernels: Kernels) -> None:
     """Write the header of a buffer whose sections are in place."""
-    payload_nbytes = words.numel() * WORD_NBYTES - HEADER_NBYTES
-    words[:HEADER_NWORDS] = _header_words(envelope, payload_nbytes, 0).to(words.device)
-    checksum = _checksum(words, kernels)
-    words[:HEADER_NWORDS] = _header_words(envelope, payload_nbytes, checksum).to(words.device)
+    header = _header_words(envelope, words.numel() * WORD_NBYTES - HEADER_NBYTES)
+    words[:HEADER_NWORDS] = header.to(words.device)
+    checksum = _checksum(words, 0, kernels)
+    words[_CHECKSUM_WORD] = checksum - (checksum >> 31 << 32)
 
 
-def _header_words(envelope: Envelope, payload_nbytes: int, checksum: int) -> Tensor:
+def _header_words(envelope: Envelope, payload_nbytes: int) -> Tensor:
     header = _HEADER.pack(
         _MAGIC,
         VERSION,
@@ -149,22 +154,29 @@ def _header_words(envelope: Envelope, payload_nbytes: int, checksum: int) -> Ten
         envelope.sequence,
         envelope.count,
         payload_nbytes,
-        checksum,
+        0,
         _SPARE,
     )
     return torch.frombuffer(bytearray(header), dtype=torch.int32)
 
 
-def _checksum(words: Tensor, kernels: Kernels) -> int:
-    """Return the checksum of everything but itself."""
-    after = _CHECKSUM_WORD + 1
-    return (kernels.checksum(words[:_CHECKSUM_WORD], 0) + kernels.checksum(words[after:], after)) % (1 << 32)
+def _checksum(words: Tensor, itself: int, kernels: Kernels) -> int:
+    """Return the checksum of everything but itself, which is part of the sum: one look at the words is enough."""
+    return (kernels.checksum(words, 0) - _scattered(itself, _CHECKSUM_WORD)) % (1 << 32)
 
 
-def open_envelope(words: Tensor, region: Region, expected: Envelope, kernels: Kernels) -> int:
-    """Check a buffer's header and checksum; return the number of entries it announces, which is still to be proven.
+def _scattered(word: int, place: int) -> int:
+    """Return what a word adds to :meth:`Kernels.checksum`."""
+    word ^= place * 0x9E3779B9 & _LOW32
+    word = (word ^ word >> 16) * 0x85EBCA6B & _LOW32
+    word = (word ^ word >> 13) * 0xC2B2AE35 & _LOW32
+    return word ^ word >> 16
 
-    ``expected.count`` is the number of entries of a plan that fixes it, else -1.
+
+def open_envelope(words: Tensor, region: Region, expected: Envelope, kernels: Kernels) -> Envelope:
+    """Check a buffer's header and checksum; return what it announces, of which the count is still to be proven.
+
+    ``expected.count`` is the number of entries of a plan that fixes it, else -1. A flagged buffer has none.
     """
     sender, nbytes = region.sender, region.nwords * WORD_NBYTES
     _require(
@@ -192,7 +204,7 @@ def open_envelope(words: Tensor, region: Region, expected: Envelope, kernels: Ke
         "payload bytes",
         f"it announces {payload_nbytes}, but {nbytes - HEADER_NBYTES} are here: hand over as many as were encoded.",
     )
-    actual = _checksum(buffer, kernels)
+    actual = _checksum(buffer, checksum, kernels)
     _require(
         checksum == actual,
         sender,
@@ -207,8 +219,10 @@ def open_envelope(words: Tensor, region: Region, expected: Envelope, kernels: Ke
         f"they are {spare.hex(' ', 4)}, but must be zero: another program wrote them. Install one release on every "
         f"rank.",
     )
-    _check_agreement(sender, Envelope(plan, step, sequence, count, flags), expected)
-    return int(count)
+    announced = Envelope(plan, step, sequence, count, flags)
+    if announced != expected:
+        _check_agreement(sender, announced, expected)
+    return announced
 
 
 def _check_agreement(sender: str, got: Envelope, expected: Envelope) -> None:
@@ -233,28 +247,33 @@ def _check_agreement(sender: str, got: Envelope, expected: Envelope) -> None:
         f"it is {got.sequence}, ours is {expected.sequence}: make the same calls in the same order on every rank.",
     )
     _require(
-        got.flags == expected.flags,
+        got.flags in (0, NOTHING_FIT),
         sender,
         "flags",
-        f"they are {got.flags:#06x}, expected were {expected.flags:#06x}: install one release on every rank.",
+        f"they are {got.flags:#06x}, where 0 and {NOTHING_FIT} have a meaning: install one release on every rank.",
     )
+    count = 0 if got.flags == NOTHING_FIT else expected.count
     _require(
-        expected.count in (-1, got.count),
+        count in (-1, got.count),
         sender,
         "count",
-        f"it announces {got.count} entries, the plan has {expected.count}. {SENT_LIKE_THAT}",
+        f"it announces {got.count} entries, the plan has {count}. {SENT_LIKE_THAT}",
     )
 
 
-def find_payload(words: Tensor, region: Region, start: int, plan: TensorPlan, kernels: Kernels) -> Payload:
-    """Return where a tensor's payload is, once everything in it has been checked. ``start`` counts from the region."""
-    here = region.start + start
-    smallest = plan_layout(plan, 0 if plan.exact else plan.entries)
-    _check_room(region, start, smallest.nwords)
-    counts, layout = None, smallest
+def find_payload(
+    words: Tensor, region: Region, start: int, plan: TensorPlan, full: Layout, kernels: Kernels
+) -> Payload:
+    """Return where a tensor's payload is, once everything in it has been checked.
+
+    ``start`` counts from the region; ``full`` is the layout of a payload as long as it may get.
+    """
+    here, counts = region.start + start, None
+    layout = plan_layout(plan, 0) if plan.exact else full
+    _check_room(region, start, layout.nwords)
     if plan.is_variable:
         counts = _read_counts(words, region, here, plan, kernels)
-        layout = plan_layout(plan, int(counts.sum()) if plan.exact else plan.entries)
+        layout = plan_layout(plan, int(counts.sum())) if plan.exact else full
         _check_room(region, start, layout.nwords)
     payload = Payload(here, layout, counts)
     fault = kernels.find_fault(words, payload, plan)

@@ -15,6 +15,7 @@ from flexcomm.agreement import Agreement
 from flexcomm.cabling import Cable, Cabling, check_cable, check_timeout, join_mpi_job
 from flexcomm.errors import ConfigMismatchError, TopologyError
 from flexcomm.rendezvous import check_torch_place
+from flexcomm.stats import Ledger
 from flexcomm.topology import (
     Announcement,
     Topology,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed.device_mesh import DeviceMesh
 
+    from flexcomm.stats import SyncRecord
     from flexcomm.transport import Transport
 
 __all__ = ["World", "connect", "connect_mesh"]
@@ -45,7 +47,7 @@ UNKNOWN = -1
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class World:
     """All ranks of a job.
 
@@ -62,7 +64,9 @@ class World:
     control: Transport
     device: torch.device
     _agreement: Agreement = field(repr=False)
+    _agreement_between: Agreement = field(repr=False)
     _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _ledger: Ledger = field(default_factory=Ledger, repr=False)
 
     def agree(self, fields: Mapping[str, object]) -> None:
         """Return when ``fields`` are equal on all ranks, else raise ``ConfigMismatchError`` on all of them.
@@ -71,6 +75,22 @@ class World:
         values, each agreed earlier, are not found here. What changes from step to step belongs into what is sent.
         """
         self._agreement.check(fields)
+
+    def agree_between(self, fields: Mapping[str, object]) -> None:
+        """Do as :meth:`agree` does, among the ranks that hold this local rank on every node."""
+        self._agreement_between.check(fields)
+
+    def stats(self) -> dict[str, float]:
+        """Return what all synchronisations of this rank came to: bytes, seconds, collectives."""
+        return self._ledger.total.as_dict()
+
+    def recent_syncs(self) -> list[dict[str, float]]:
+        """Return the same of the last 256 of them, one by one."""
+        return list(self._ledger.recent)
+
+    def enter(self, record: SyncRecord, **remarks: int) -> None:
+        """Add a synchronisation to the statistics."""
+        self._ledger.enter(record, **remarks)
 
     def close(self) -> None:
         """Give back the groups and communicators this world made. All ranks call it; calling again does nothing."""
@@ -141,13 +161,15 @@ def assemble(cabling: Cabling, intra: Cable, inter: Cable, ranks_per_node: int |
     topology = Topology(announced.rank, members, announced.launcher)
     # `ranks_per_node` may split a host into several nodes, whose local ranks must not meet on one device.
     device = own_device(topology.local_rank if announced.local_rank is None else announced.local_rank)
+    inter_cable = cabling.lay(inter, topology.pairs)
     world = World(
         topology,
         cabling.lay(intra, topology.members),
-        cabling.lay(inter, topology.pairs),
+        inter_cable,
         control,
         device,
         agreement,
+        Agreement(inter_cable),
         cabling.closers,
     )
     log.info("%s; intra over %s, inter over %s", topology, world.intra.name, world.inter.name)
@@ -168,13 +190,15 @@ def connect_mesh(
     control = cabling.join_slice(sorted(mesh.mesh.flatten().tolist()))
     agreement = Agreement(control)
     agreement.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
+    inter_cable = cabling.adopt(mesh.get_group(inter), mesh.device_type)
     return World(
         topology,
         cabling.adopt(mesh.get_group(intra), mesh.device_type),
-        cabling.adopt(mesh.get_group(inter), mesh.device_type),
+        inter_cable,
         control,
         torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu"),
         agreement,
+        Agreement(inter_cable),
         cabling.closers,
     )
 

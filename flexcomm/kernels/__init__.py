@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels.plan import NO_DRAW, Draw, IndexCode, Layout, Selection, TensorPlan, ValueCode
-from flexcomm.kernels.protocol import Average, Fault, Kernels, Momentum, Payload, Survey
+from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Kernels, Momentum, Payload, Survey
 from flexcomm.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KERNELS_VARIABLE",
+    "LARGEST_MAGNITUDE",
     "NO_DRAW",
     "Average",
     "Draw",

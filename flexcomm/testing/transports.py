@@ -50,6 +50,18 @@ def gather_fills_the_output_it_was_given(transport: Transport, device: str) -> N
             require_equal(transport, out, expected, f"all_gather of {describe(x)} into {describe(out)}")
 
 
+def large_gathers_may_be_under_way_together(transport: Transport, device: str) -> None:
+    """As long as what travels by other ways than small messages do, of odd lengths, waited for last to first."""
+    lengths = (70_001, 300_007, 131_072)
+    everybodys = [
+        [numbers(rank + place, (length,), torch.uint8, device) for rank in range(transport.size)]
+        for place, length in enumerate(lengths)
+    ]
+    handles = [transport.all_gather(rows[transport.rank]) for rows in everybodys]
+    for rows, handle in reversed(list(zip(everybodys, handles, strict=True))):
+        require_equal(transport, handle.wait(), torch.stack(rows), f"all_gather of {rows[0].numel()} bytes")
+
+
 def gatherv_holds_parts_of_unequal_length(transport: Transport, device: str) -> None:
     counts = [(rank * 3) % 4 + 5 * (rank == 1) for rank in range(transport.size)]
     parts = [torch.arange(count, device=device) + 10 * rank for rank, count in enumerate(counts)]
@@ -204,6 +216,7 @@ def what_cannot_be_carried_is_refused_before_anything_starts(transport: Transpor
 TRANSPORT_LAWS: tuple[Callable[[Transport, str], None], ...] = (
     gather_holds_every_ranks_tensor,
     gather_fills_the_output_it_was_given,
+    large_gathers_may_be_under_way_together,
     gatherv_holds_parts_of_unequal_length,
     reduce_holds_the_exact_sum,
     reduce_gives_the_same_bits_on_every_rank,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ __all__ = [
     "readable_beside",
     "scatter_output",
 ]
+
+T = TypeVar("T")
 
 REDUCIBLE = (
     torch.float64,
@@ -85,11 +87,11 @@ def landing_filled(target: Tensor, *, in_reach: bool) -> Landing:
     return Landing(readable(target, in_reach=in_reach), target)
 
 
-def deliver_all(places: Sequence[tuple[int, Landing]], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What an exchange ``received``, all of it in place."""
+def deliver_all(places: Sequence[tuple[int, Landing]], result: T) -> T:
+    """The ``result`` of an exchange, all of it in place."""
     for _, place in places:
         place.deliver()
-    return received
+    return result
 
 
 def readable_beside(x: Tensor, place: Landing, *, in_reach: bool) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from flexcomm.errors import InvalidTensorError, TransportError
 from flexcomm.transport.buffers import (
+    as_bytes,
     check_counts,
     check_peer,
     check_reducible,
@@ -32,7 +33,7 @@ from flexcomm.transport.operation import Operation, Request
 from flexcomm.transport.progress import start_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mpi4py import MPI
     from mpi4py.typing import Buffer
@@ -47,6 +48,15 @@ LARGEST_COUNT = 2**31 - 1
 """An MPI before version 4 counts in C ints."""
 
 
+_PAIR = 2
+_ALIGNED = 8
+_SHORTEST_IN_A_RING = 1 << 16
+"""Bytes from which a gather among more than two goes round in a ring: links carry one message each way at a time. Open
+MPI's own gather of 4 MB among four nodes used 57 % of links of 100 Mbit/s, where a ring uses 85 %."""
+_MOST_RINGS = 1 << 13
+"""Rings that may be under way before one has the tags of another; MPI promises tags up to 2**15 - 1, 0 is taken."""
+
+
 class MPITransport:
     """The ranks of a communicator that nobody else uses."""
 
@@ -58,6 +68,7 @@ class MPITransport:
         self.timeout_s = timeout_s
         self._comm = comm
         self._closed = False
+        self._rings_so_far = 0
 
     def __str__(self) -> str:
         return f"mpi on rank {self.rank} of {self.size}"
@@ -66,8 +77,32 @@ class MPITransport:
         out = gather_output(x, out, self.size)
         place = landing(out, in_reach=reaches(out))
         source = readable_beside(x, place, in_reach=reaches(x))
-        work = self._start(lambda: self._comm.Iallgather(moved(source), moved(place.buffer, parts=self.size)), x, out)
+        if self.size > _PAIR and source.nbytes >= _SHORTEST_IN_A_RING:
+            work = self._start_chains(self._rings(source, place.buffer), x, out)
+        else:
+            work = self._start(
+                lambda: self._comm.Iallgather(moved(source), moved(place.buffer, parts=self.size)), x, out
+            )
         return self._operation("all_gather", work, place.deliver, keep=(source, place))
+
+    def _rings(self, source: Tensor, buffer: Tensor) -> list[Iterator[list[MPI.Request]]]:
+        """Two rings, one for each half of what is gathered: while one goes on to its next turn, the other sends."""
+        rows = as_bytes(buffer).view(self.size, -1)
+        rows[self.rank] = as_bytes(source)
+        middle = rows.shape[1] // (2 * _ALIGNED) * _ALIGNED
+        self._rings_so_far += 1
+        tag = 2 + 2 * (self._rings_so_far % _MOST_RINGS)
+        return [self._ring(rows[:, :middle], tag), self._ring(rows[:, middle:], tag + 1)]
+
+    def _ring(self, rows: Tensor, tag: int) -> Iterator[list[MPI.Request]]:
+        """Send on to the right what came from the left, until everything has been everywhere."""
+        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        for turn in range(self.size - 1):
+            sent, received = rows[(self.rank - turn) % self.size], rows[(self.rank - turn - 1) % self.size]
+            yield [
+                self._comm.Irecv(moved(received), left, tag),
+                self._comm.Isend(moved(sent), right, tag),
+            ]
 
     def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
         check_counts(x, counts, self.rank, self.size)
@@ -135,6 +170,9 @@ class MPITransport:
         self._comm.Free()
 
     def _start(self, start: Callable[[], MPI.Request | list[MPI.Request]], *used: Tensor) -> Request:
+        return self._start_chains([once(start)], *used)
+
+    def _start_chains(self, chains: Sequence[Iterator[list[MPI.Request]]], *used: Tensor) -> Request:
         """Start work on complete buffers: MPI knows no streams, and would read what a copy has yet to write."""
         from mpi4py import MPI
 
@@ -143,14 +181,19 @@ class MPITransport:
         for device in {x.device for x in used if x.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         try:
-            started = start()
+            return start_request(chains, str(self))
         except MPI.Exception as error:
             raise TransportError(f"{self} failed: {error.Get_error_string()}") from error
-        return start_request(started if isinstance(started, list) else [started], str(self))
 
     def _operation(self, verb: str, request: Request, deliver: Callable[[], T], keep: object = None) -> Operation[T]:
         what = f"{verb} over {self}"
         return Operation(what, request, deliver, timeout_s=self.timeout_s, keep=keep)
+
+
+def once(start: Callable[[], MPI.Request | list[MPI.Request]]) -> Iterator[list[MPI.Request]]:
+    """A chain of one link."""
+    started = start()
+    yield started if isinstance(started, list) else [started]
 
 
 def reaches(x: Tensor) -> bool:

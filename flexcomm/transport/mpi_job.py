@@ -40,7 +40,7 @@ def started_communicator() -> MPI.Intracomm | None:
 
 def meet(comm: MPI.Intracomm, timeout_s: float) -> None:
     """Return when every rank has come here. MPI's constructors of communicators wait for all, and know no deadline."""
-    request = start_request([comm.Ibarrier()], "mpi")
+    request = start_request([iter([[comm.Ibarrier()]])], "mpi")
     try:
         request.wait(timeout_s)
     except Expired as expired:

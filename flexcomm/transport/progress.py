@@ -19,7 +19,11 @@ from flexcomm.errors import TransportError
 from flexcomm.transport.operation import Expired
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from mpi4py import MPI
+
+    Link = tuple[Iterator[list[MPI.Request]], list[MPI.Request]]
 
 __all__ = ["MPIRequest", "start_request"]
 
@@ -31,13 +35,17 @@ log = logging.getLogger(__name__)
 
 
 class MPIRequest:
-    """The requests of one verb, tested by whoever comes first: the rank that waits or the progress thread."""
+    """The requests of one verb, tested by whoever comes first: the rank that waits or the progress thread.
 
-    def __init__(self, requests: list[MPI.Request], where: str) -> None:
+    A verb is one or several chains, independent of each other: what a chain yields next is started when what it yielded
+    before is done.
+    """
+
+    def __init__(self, chains: Sequence[Iterator[list[MPI.Request]]], where: str) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI  # Kept: a handle may die when the interpreter ends, too late to import anything.
-        self._requests = requests
+        self._chains = [(chain, next(chain)) for chain in chains]
         self._where = where
         self._lock = threading.Lock()
         self._finished = False
@@ -66,11 +74,19 @@ class MPIRequest:
 
     def _test(self) -> None:
         try:
-            self._finished = self._finished or self._mpi.Request.Testall(self._requests)
+            self._chains = [(chain, links) for chain, links in map(self._advance, self._chains) if links]
+            self._finished = self._finished or not self._chains
         except self._mpi.Exception as error:
             self._finished = True
             self._error = TransportError(f"{self._where} failed: {error.Get_error_string()}")
             self._error.__cause__ = error
+
+    def _advance(self, link: Link) -> Link:
+        """Return what a chain waits for now; nothing, if it has come to its end."""
+        chain, requests = link
+        while requests and self._mpi.Request.Testall(requests):
+            requests = next(chain, [])
+        return chain, requests
 
 
 class ProgressThread:
@@ -111,9 +127,9 @@ _thread: ProgressThread | None = None
 _granted: bool | None = None
 
 
-def start_request(requests: list[MPI.Request], where: str) -> MPIRequest:
-    """Hand over what MPI has just started, to progress from now on."""
-    request = MPIRequest(requests, where)
+def start_request(chains: Sequence[Iterator[list[MPI.Request]]], where: str) -> MPIRequest:
+    """Start what the chains yield first, to progress from now on."""
+    request = MPIRequest(chains, where)
     if not request.done() and threads_are_free():
         progress_thread().add(request)
     return request

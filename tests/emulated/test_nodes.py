@@ -1,5 +1,6 @@
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 from bench.cluster import Cluster
@@ -35,9 +36,10 @@ def test_nodes_share_neither_network_nor_shared_memory(cluster: Cluster) -> None
 
 
 def test_a_file_in_shared_memory_stays_on_its_node(cluster: Cluster) -> None:
-    program = "import os; print(os.listdir('/dev/shm')); open('/dev/shm/mine', 'w').close()"
-    first, second = _on_both(cluster, program)
-    assert first == second == "[]"
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as ours:
+        names = {"mine", Path(ours.name).name}
+        program = f"import os; print({names} & set(os.listdir('/dev/shm'))); open('/dev/shm/mine', 'w').close()"
+        assert _on_both(cluster, program) == ["set()", "set()"]
     assert not Path("/dev/shm/mine").exists()  # noqa: S108
 
 

@@ -2,6 +2,13 @@
 
 Rank 0 reports. A test that fails on any rank is printed by that rank and ends the job: the other ranks may be waiting
 for it in a collective, and would wait for ever.
+
+``shaped`` is a world of each of the usual shapes, out of the ranks of one start of four:
+
+    @pytest.mark.mpi
+    @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+    def test_mpi_keeps_the_law(shaped: Shaped, law: Callable[[flexcomm.World], object]) -> None:
+        shaped.keep(law)
 """
 
 from __future__ import annotations
@@ -14,11 +21,13 @@ from mpi4py import MPI
 
 import flexcomm
 from flexcomm.abort import FORWARDING_S, write_at_once
+from tests.mpi.shaped import Shaped, connect_the_first
+from tests.ranks.shapes import SHAPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-RANK = MPI.COMM_WORLD.Get_rank()
+RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,6 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if RANK > 0:
         config.option.xmlpath = None
         config.pluginmanager.set_blocked("terminalreporter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One start holds worlds of all shapes, the largest; a smaller one would only repeat some of them."""
+    if max(shape.size for shape in SHAPES) > SIZE:
+        left_out = [item for item in items if "shaped" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,3 +63,12 @@ def world() -> Iterator[flexcomm.World]:
     """All ranks on one node, over MPI."""
     with flexcomm.connect(timeout_s=60) as connected:
         yield connected
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def shaped(request: pytest.FixtureRequest, world: flexcomm.World) -> Iterator[Shaped]:
+    """A world of the first ranks, over MPI; the others look on."""
+    connected = connect_the_first(request.param, world)
+    yield Shaped(request.param, world, connected)
+    if connected is not None:
+        connected.close()

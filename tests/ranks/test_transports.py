@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
-import flexcomm
 from flexcomm import testing
-from tests.ranks.processes import run_ranks
+from tests.ranks.laws import Verdicts, judge
+from tests.ranks.shapes import Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flexcomm import Transport, World
 
 
-def keep_law(number: int) -> str:
-    with flexcomm.connect(timeout_s=30) as world:
-        testing.TRANSPORT_LAWS[number](world.intra, "cpu")
-        return world.intra.name
+def keep(law: Callable[[Transport, str], None], world: World) -> None:
+    assert (world.intra.name, world.intra.size) == ("gloo", world.topology.size)
+    law(world.intra, "cpu")
 
 
-def keep_all_laws() -> tuple[str, int]:
-    with flexcomm.connect(timeout_s=30) as world:
-        testing.check_transport(world.intra)
-        return world.intra.name, world.intra.size
+LAWS = {law.__name__: partial(keep, law) for law in testing.TRANSPORT_LAWS}
 
 
-@pytest.mark.parametrize(
-    "number", range(len(testing.TRANSPORT_LAWS)), ids=[law.__name__ for law in testing.TRANSPORT_LAWS]
-)
-def test_gloo_keeps_the_law_among_four_ranks(number: int) -> None:
-    assert run_ranks(keep_law, 4, number) == ["gloo"] * 4
+@pytest.fixture(scope="module", params=[Shape(1, 2), Shape(1, 3), Shape(1, 4)], ids=str)
+def verdicts(request: pytest.FixtureRequest) -> Verdicts:
+    return judge(LAWS, request.param)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_gloo_keeps_all_laws(size: int) -> None:
-    assert run_ranks(keep_all_laws, size) == [("gloo", size)] * size
+@pytest.mark.parametrize("law", LAWS)
+def test_gloo_keeps_the_law(verdicts: Verdicts, law: str) -> None:
+    verdicts.check(law)
 
 
-def gather_many_bytes(numel: int) -> bool:
-    with flexcomm.connect(timeout_s=60) as world:
-        x = torch.full((numel,), world.topology.rank + 1, dtype=torch.uint8)
-        gathered = world.intra.all_gather(x).wait()
-        return bool((gathered[0] == 1).all() and (gathered[1] == 2).all())
+def gather_many_bytes(world: World) -> None:
+    x = torch.full((40_000_001,), world.topology.rank + 1, dtype=torch.uint8)
+    gathered = world.intra.all_gather(x).wait()
+    assert bool((gathered[0] == 1).all())
+    assert bool((gathered[1] == 2).all())
 
 
 def test_a_large_gather_arrives_whole() -> None:
-    assert run_ranks(gather_many_bytes, 2, 40_000_001) == [True, True]
+    judge({"gather_many_bytes": gather_many_bytes}, Shape(1, 2)).check("gather_many_bytes")

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexcomm.bucket import decode_bucket_, encode_bucket_, plan_bucket, regions_of
+from flexcomm.bucket import decode_bucket_, encode_bucket_, flag_bucket_, plan_bucket, regions_of
 from flexcomm.compress import (
     Compressor,
     Identity,
@@ -120,6 +120,19 @@ def test_every_unfit_tensor_is_named_and_nothing_is_touched(value: float) -> Non
         encode_bucket_(plan, tensors, buffer, step=0, sequence=0, kernels=CPU, momenta=momenta)
     assert bool((buffer == 0xA5).all())
     assert all(bool((state == 3.0).all()) for state in states)
+
+
+@pytest.mark.parametrize("compressor", [demo(), threshold(1.0, capacity=None)], ids=["fixed", "exact"])
+def test_a_sender_with_nothing_fit_to_send_is_named_and_nothing_is_written(compressor: Compressor) -> None:
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    sent = gather(compressor, [[x], [x]], CPU)
+    flag = torch.empty(sent.plan.nbytes, dtype=torch.uint8)
+    used = flag_bucket_(sent.plan, flag, step=STEP, sequence=SEQUENCE, kernels=CPU)
+    mixed = Gathered(sent.plan, torch.cat((sent.buffer[: sent.nbytes[0]], flag[:used])), [sent.nbytes[0], used])
+    out = torch.full((5000,), 7.0)
+    with pytest.raises(NonFiniteError, match="node 1 had nothing fit to send"):
+        open_(mixed, [out], CPU)
+    assert bool((out == 7.0).all())
 
 
 def test_a_broken_state_is_named() -> None:

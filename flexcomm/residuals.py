@@ -1,0 +1,109 @@
+"""Residuals: what was not sent yet, by name, joined to what comes next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flexcomm.errors import InvalidArgumentError, InvalidTensorError
+from flexcomm.kernels import Momentum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from flexcomm.kernels import TensorPlan
+
+__all__ = ["Residuals"]
+
+
+class _Slot(NamedTuple):
+    """A state, and the memory its successor is written to: until a sync has succeeded, nothing is lost."""
+
+    state: Tensor
+    spare: Tensor
+
+
+class Residuals:
+    """The memory of a compressor: ``decay * residual + gain * x`` is what is compressed, the rest is kept.
+
+    ``decay=1.0`` is error feedback, less is a momentum. States are float32, in the compressor's coordinates, and of
+    this rank's part of each tensor only. A sync that fails leaves them as they were, so each takes its memory twice.
+    """
+
+    def __init__(self, decay: float = 1.0, gain: float = 1.0) -> None:
+        self.decay = decay
+        self.gain = gain
+        self._slots: dict[str, _Slot] = {}
+        self._in_flight: set[str] = set()
+
+    def names(self) -> list[str]:
+        """Return the names of all states, in the order they came."""
+        return list(self._slots)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._slots[name].state
+
+    def lend(self, name: str, plan: TensorPlan, device: torch.device, share: float = 1.0) -> Momentum:
+        """Return what an encode reads and writes; the state itself changes when :meth:`commit` is called.
+
+        ``share`` is multiplied to the gain: one over the number of ranks whose sum is encoded.
+        """
+        if name in self._in_flight:
+            raise InvalidArgumentError(
+                f"{name} is being synchronised with these residuals: wait for the earlier handle first, or use other "
+                f"residuals."
+            )
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = _Slot(*torch.zeros(2, *plan.state_shape, device=device))
+            self._slots[name] = slot
+        elif tuple(slot.state.shape) != plan.state_shape or slot.state.device != device:
+            raise InvalidTensorError(
+                f"the residual of {name} is {list(slot.state.shape)} on {slot.state.device}, but the compressor now "
+                f"needs {list(plan.state_shape)} on {device}: its tensor, compressor or place changed. Use new "
+                f"residuals, or reset these."
+            )
+        self._in_flight.add(name)
+        return Momentum(slot.state, slot.spare, self.decay, self.gain * share)
+
+    def commit(self, names: Iterable[str]) -> None:
+        """Keep what the encodes of these names left."""
+        for name in names:
+            state, spare = self._slots[name]
+            self._slots[name] = _Slot(spare, state)
+        self._in_flight.difference_update(names)
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Stay with what was before the encodes of these names."""
+        self._in_flight.difference_update(names)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._require_rest("reset")
+        self._slots.clear()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the states by name: of this rank's node and part. They are not copies."""
+        self._require_rest("saved")
+        return {name: slot.state for name, slot in self._slots.items()}
+
+    def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
+        """Replace all states by copies of these."""
+        self._require_rest("loaded")
+        for name, state in states.items():
+            if state.dtype != torch.float32 or state.dim() != 2:
+                raise InvalidTensorError(
+                    f"the residual of {name} is {state.dtype} {list(state.shape)}, but must be torch.float32 of two "
+                    f"dims, chunks and their coefficients, as state_dict() returns them."
+                )
+        self._slots = {name: _Slot(state.detach().clone(), torch.empty_like(state)) for name, state in states.items()}
+
+    def _require_rest(self, what: str) -> None:
+        if self._in_flight:
+            raise InvalidArgumentError(
+                f"residuals cannot be {what} while {', '.join(sorted(self._in_flight))} are being synchronised: wait "
+                f"for their handles first."
+            )
