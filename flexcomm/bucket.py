@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -75,12 +75,12 @@ class BucketPlan:
     nbytes: int
     digest: int
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether buffers are as long as what they hold, so that lengths must be exchanged."""
         return any(plan.exact for plan in self.plans)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Entries in a buffer; -1 if it depends on the data."""
         return -1 if any(plan.is_variable for plan in self.plans) else sum(plan.entries for plan in self.plans)

@@ -68,13 +68,15 @@ def make_piece(spec: TensorSpec, plan: TensorPlan, units: int, begin: int, end: 
     if begin == 0 and end == units:
         return Piece(spec, plan, 0, plan.rows * plan.cols, 0)
     shape: tuple[int, ...]
-    share = max(1, -(-plan.keep * (end - begin) // units)) if plan.is_variable else plan.keep
     if plan.rows <= 1:
         first, last = begin * plan.chunk_cols, plan.cols if end == units else end * plan.chunk_cols
-        shape, part, first_chunk = (last - first,), replace(plan, cols=last - first, keep=share), begin
+        shape, part, first_chunk = (last - first,), replace(plan, cols=last - first), begin
     else:
         top, bottom = begin * plan.chunk_rows, plan.rows if end == units else end * plan.chunk_rows
         first, last = top * plan.cols, bottom * plan.cols
-        shape, part = (bottom - top, plan.cols), replace(plan, rows=bottom - top, keep=share)
+        shape, part = (bottom - top, plan.cols), replace(plan, rows=bottom - top)
         first_chunk = begin * plan.grid_cols
+    if plan.is_variable:
+        # By chunks, not by units: the last one may hold two rows of chunks.
+        part = replace(part, keep=-(-plan.keep * part.chunks // plan.chunks))
     return Piece(TensorSpec(f"{spec.name}[{first}:{last}]", shape, spec.dtype), part, first, last, first_chunk)

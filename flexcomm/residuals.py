@@ -38,6 +38,7 @@ class Residuals:
         self.gain = gain
         self._slots: dict[str, _Slot] = {}
         self._in_flight: set[str] = set()
+        self._claimed: set[str] = set()
 
     def names(self) -> list[str]:
         """Return the names of all states, in the order they came."""
@@ -45,6 +46,24 @@ class Residuals:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._slots[name].state
+
+    def claim(self, names: Iterable[str]) -> None:
+        """Take whole tensors into use until :meth:`release`, whether or not this rank keeps a part of them.
+
+        So a second use is refused on all ranks alike; one that went on alone would wait for the others.
+        """
+        names = list(names)
+        taken = [name for name in names if name in self._claimed]
+        if taken:
+            raise InvalidArgumentError(
+                f"{', '.join(taken)}: being synchronised with these residuals. Wait for the earlier handle first, or "
+                f"use other residuals."
+            )
+        self._claimed.update(names)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Give tensors free again."""
+        self._claimed.difference_update(names)
 
     def lend(self, name: str, plan: TensorPlan, device: torch.device, share: float = 1.0) -> Momentum:
         """Return what an encode reads and writes; the state itself changes when :meth:`commit` is called.
@@ -102,8 +121,9 @@ class Residuals:
         self._slots = {name: _Slot(state.detach().clone(), torch.empty_like(state)) for name, state in states.items()}
 
     def _require_rest(self, what: str) -> None:
-        if self._in_flight:
+        busy = self._claimed | self._in_flight
+        if busy:
             raise InvalidArgumentError(
-                f"residuals cannot be {what} while {', '.join(sorted(self._in_flight))} are being synchronised: wait "
+                f"residuals cannot be {what} while {', '.join(sorted(busy))} are being synchronised: wait "
                 f"for their handles first."
             )

@@ -44,8 +44,8 @@ class Request:
             for name, choice in choices.items()
             if getattr(self, name) not in get_args(choice)
         ]
-        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
-            wrong.append(f"bucket_bytes is {self.bucket_bytes!r}, but must be a whole number of at least 1")
+        if self.bucket_bytes < 1:
+            wrong.append(f"bucket_bytes is {self.bucket_bytes!r}, but must be at least 1")
         if wrong:
             raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 
@@ -71,7 +71,8 @@ class Route:
     """The way of one bucket: which tensors, which pieces of them each rank of a node works on, and how they travel.
 
     ``pieces[r]`` are those of local rank r and ``numbers[r]`` the tensors they belong to. Inside a node, ``forwards``
-    says whether ranks hand on the payloads they received, or the elements they decoded.
+    says whether ranks hand on the payloads they received, or the elements they decoded. ``sent_by_way`` is what a node
+    sends of all tensors of this dtype.
     """
 
     tensors: tuple[int, ...]
@@ -97,7 +98,35 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 @lru_cache(maxsize=256)
 def plan_routes(request: Request, nodes: int, ranks: int) -> tuple[Route, ...]:
     """Return the buckets of a request, for nodes of so many ranks."""
-    return tuple(_plan_route(request, tensors, nodes, ranks) for tensors in _fill_buckets(request))
+    ways = {dtype: _plan_way(request, dtype, nodes) for dtype in {spec.dtype for spec in request.specs}}
+    return tuple(
+        _plan_route(request, tensors, *ways[request.specs[tensors[0]].dtype], nodes, ranks)
+        for tensors in _fill_buckets(request)
+    )
+
+
+def _plan_way(request: Request, dtype: torch.dtype, nodes: int) -> tuple[Way, dict[Way, float]]:
+    """Return the way of all tensors of one dtype, and what a node sends by it and by the others.
+
+    Of all, not of each bucket: ways send different things, and the size of buckets must not change the result.
+    """
+    specs = tuple(spec for spec in request.specs if spec.dtype == dtype)
+    plans = tuple(plan_tensor(spec, request.compressor) for spec in specs)
+    everything = tuple(densified(plan, dtype) for plan in plans)
+    whole = assemble_bucket(specs, plans)
+    uncut = tuple(piece for spec, plan in zip(specs, plans, strict=True) for piece in cut(spec, plan, 1) if piece)
+    sent = sent_bytes(whole, assemble_bucket(specs, everything), uncut, nodes)
+    way = choose_way(request.algorithm, whole, sent)
+    log.info(
+        "%d tensors of %s, from %s on, go by %s among %d nodes; bytes a node sends: %s",
+        len(specs),
+        dtype,
+        specs[0].name,
+        way,
+        nodes,
+        ", ".join(f"{other} {nbytes:.0f}" for other, nbytes in sent.items()),
+    )
+    return way, sent
 
 
 def _fill_buckets(request: Request) -> list[tuple[int, ...]]:
@@ -119,25 +148,16 @@ def _nbytes(spec: TensorSpec) -> int:
     return torch.Size(spec.shape).numel() * spec.dtype.itemsize
 
 
-def _plan_route(request: Request, tensors: tuple[int, ...], nodes: int, ranks: int) -> Route:
+def _plan_route(
+    request: Request, tensors: tuple[int, ...], way: Way, sent: dict[Way, float], nodes: int, ranks: int
+) -> Route:
     specs = tuple(request.specs[number] for number in tensors)
-    plans = tuple(plan_tensor(spec, request.compressor) for spec in specs)
-    everything = tuple(densified(plan, spec.dtype) for spec, plan in zip(specs, plans, strict=True))
-    whole = assemble_bucket(specs, plans)
-    uncut = tuple(piece for spec, plan in zip(specs, plans, strict=True) for piece in cut(spec, plan, 1) if piece)
-    sent = sent_bytes(whole, assemble_bucket(specs, everything), uncut, nodes)
-    way = choose_way(request.algorithm, whole, sent)
-    log.info(
-        "%d tensors from %s on go by %s among %d nodes; bytes a node sends: %s",
-        len(specs),
-        specs[0].name,
-        way,
-        nodes,
-        ", ".join(f"{other} {nbytes:.0f}" for other, nbytes in sent.items()),
-    )
+    plans = [plan_tensor(spec, request.compressor) for spec in specs]
+    if way == "dense":
+        plans = [densified(plan, spec.dtype) for spec, plan in zip(specs, plans, strict=True)]
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     numbers: list[list[int]] = [[] for _ in range(ranks)]
-    for number, spec, plan in zip(tensors, specs, everything if way == "dense" else plans, strict=True):
+    for number, spec, plan in zip(tensors, specs, plans, strict=True):
         summed = spec if ranks == 1 else spec._replace(dtype=sum_dtype(spec.dtype))
         for rank, piece in enumerate(cut(summed, plan, ranks)):
             if piece is not None:

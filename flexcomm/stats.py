@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from flexcomm.ranges import shown_as
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from types import TracebackType
 
 __all__ = ["Ledger", "Phase", "SyncRecord"]
 
@@ -56,15 +55,9 @@ class SyncRecord:
         for name in _FIELDS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    @contextmanager
-    def time(self, phase: Phase) -> Iterator[None]:
-        """Add the seconds the block takes to a phase."""
-        begin_s = time.perf_counter()
-        try:
-            with shown_as(phase):
-                yield
-        finally:
-            self.add_seconds(phase, time.perf_counter() - begin_s)
+    def time(self, phase: Phase) -> _Stopwatch:
+        """Return a block whose seconds are added to a phase."""
+        return _Stopwatch(self, phase)
 
     def add_seconds(self, phase: Phase, seconds: float) -> None:
         name = f"{phase}_s"
@@ -79,6 +72,25 @@ class SyncRecord:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, for JSON."""
         return {name: getattr(self, name) for name in _FIELDS} | {"compression": self.compression}
+
+
+class _Stopwatch:
+    """Not a generator: those cost more than what a small call does."""
+
+    def __init__(self, record: SyncRecord, phase: Phase) -> None:
+        self._record = record
+        self._phase = phase
+        self._shown = shown_as(phase)
+
+    def __enter__(self) -> None:
+        self._shown.__enter__()
+        self._begin_s = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._record.add_seconds(self._phase, time.perf_counter() - self._begin_s)
+        self._shown.__exit__(kind, error, trace)
 
 
 _FIELDS = tuple(one.name for one in fields(SyncRecord))

@@ -166,18 +166,23 @@ class _State:
     sequence: int = 0
     calls: int = 0
     previous: Request | None = None
+    previous_whole: Request | None = None
     agreed: set[tuple[Request, bool, Request | None]] = field(default_factory=set)
     memories: dict[tuple[Route, torch.device], list[Memory]] = field(default_factory=dict)
 
     def agree(self, request: Request, *, whole: bool) -> None:
         """Return when all ranks concerned ask for the same, and asked for the same before."""
-        key = (request, whole, self.previous)
+        # The ranks of a node may exchange different shards: those are no business of all ranks.
+        previous = self.previous_whole if whole else self.previous
+        key = (request, whole, previous)
         if key not in self.agreed:
-            before = "none" if self.previous is None else str(self.previous.fields())
+            before = "none" if previous is None else str(previous.fields())
             fields = request.fields() | {"call": "start_sync" if whole else "start_exchange", "call before": before}
             (self.world.agree if whole else self.world.agree_between)(fields)
             self.agreed.add(key)
         self.previous = request
+        if whole:
+            self.previous_whole = request
 
     def take_memory(self, route: Route, device: torch.device) -> Memory:
         free = self.memories.setdefault((route, device), [])
@@ -213,6 +218,7 @@ class _Sync:
         self._request, self._intra, self._residuals, self._step = request, intra, residuals, step
         self._outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
         self._tensors = [_without_nonfinite(x) if request.nonfinite == "zero" else x.detach() for x in tensors]
+        self._names = [spec.name for spec in request.specs]
         self._lent: list[str] = []
         self._walks: list[_Walker] = []
         self._memories: list[tuple[Route, Memory]] = []
@@ -220,6 +226,8 @@ class _Sync:
 
     def start(self) -> None:
         """Take every bucket to where it is between nodes; the next one is encoded while one is on the wire."""
+        if self._residuals is not None:
+            self._residuals.claim(self._names)
         try:
             for route in plan_routes(self._request, self.state.world.inter.size, self._intra.size):
                 self._walks.append(_Walker(walk(self._pack(route)), self.record))
@@ -227,6 +235,10 @@ class _Sync:
                 walker.begin()
             for walker in self._walks:
                 walker.go_on_to_rest()
+        except DeadlineExceededError as error:
+            explained = explain_deadline(self.state.world, error, self.state.sequence)
+            self._give_up(explained)
+            raise explained from error
         except BaseException as error:
             self._give_up(error)
             raise
@@ -297,6 +309,7 @@ class _Sync:
             self.record.skipped = 1
         if self._residuals is not None:
             (self._residuals.give_up if flagged else self._residuals.commit)(self._lent)
+            self._residuals.release(self._names)
         for route, memory in self._memories:
             self.state.memories[route, self._outputs[route.tensors[0]].device].append(memory)
         self.state.world.enter(self.record, sequence=self.state.sequence, step=self._step)
@@ -306,6 +319,7 @@ class _Sync:
         self._error = error
         if self._residuals is not None:
             self._residuals.give_up(self._lent)
+            self._residuals.release(self._names)
 
 
 class _Walker:

@@ -11,6 +11,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from flexcomm.between import WAYS, Cargo, Gathered, Pending, decode_gathered_, gather_payloads
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, TransportError, WireError
 from flexcomm.routes import sum_dtype
@@ -29,8 +31,10 @@ __all__ = ["Luggage", "Walk", "walk"]
 
 Walk = Generator[Pending, Any, list[str]]
 
-_FINE, _UNFIT, _FAILED = 0.0, 1.0, 2.0
+_FINE, _UNFIT, _FAILED, _DISAGREED = 0.0, 1.0, 2.0, 3.0
 """What a rank says of its part when it hands it on."""
+_WORDS = 9
+"""How many numbers it says that in: how it went, and the bytes of a digest of what it did."""
 _DISAGREEMENTS = ("version", "plan hash", "step", "sequence")
 
 
@@ -164,9 +168,9 @@ def _hand_round(luggage: Luggage, cargo: Cargo) -> Walk:
     A rank whose part failed says so instead of leaving the others waiting; then all of them raise.
     """
     route, ranks = luggage.route, luggage.intra.size
-    row = luggage.memory.take("elements", (1 + route.longest,), route.dtype)
-    everybodys = luggage.memory.take("everybody's elements", (ranks, 1 + route.longest), route.dtype)
-    cargo.outputs = _cut_row(row[1:], cargo.pieces)
+    row = luggage.memory.take("elements", (_WORDS + route.longest,), route.dtype)
+    everybodys = luggage.memory.take("everybody's elements", (ranks, _WORDS + route.longest), route.dtype)
+    cargo.outputs = _cut_row(row[_WORDS:], cargo.pieces)
     flagged: list[str] = []
     failure: FlexcommError | None = None
     try:
@@ -175,17 +179,42 @@ def _hand_round(luggage: Luggage, cargo: Cargo) -> Walk:
         raise
     except FlexcommError as error:
         failure = error
-    row[0] = _FAILED if failure else _UNFIT if flagged else _FINE
+    row[:_WORDS] = torch.tensor([_word_on(failure, flagged), *_digest_bytes(luggage)])
     others = (ranks - 1) * row.nbytes
     yield Pending(luggage.intra.all_gather(row, everybodys), "intra", others, others)
     if failure:
         raise failure
-    said = everybodys[:, 0].tolist()
-    if _FAILED in said:
-        failed = luggage.names[said.index(_FAILED)][luggage.inter.rank]
-        raise SyncError(f"{failed} could not decode its part, and nothing was changed; its own output says why.")
+    here = [names[luggage.inter.rank] for names in luggage.names]
+    said = everybodys[:, :_WORDS].tolist()
+    _check_words(here, said, said[luggage.intra.rank][1:])
     for rank in range(ranks):
-        parts = _cut_row(everybodys[rank, 1:], route.pieces[rank])
+        parts = _cut_row(everybodys[rank, _WORDS:], route.pieces[rank])
         for part, piece, number in zip(parts, route.pieces[rank], route.numbers[rank], strict=True):
             piece.of(luggage.outputs[number]).copy_(part)
-    return flagged or [luggage.names[rank][luggage.inter.rank] for rank in range(ranks) if said[rank] == _UNFIT]
+    return flagged or [name for name, words in zip(here, said, strict=True) if words[0] == _UNFIT]
+
+
+def _word_on(failure: FlexcommError | None, flagged: list[str]) -> float:
+    if failure:
+        return _DISAGREED if isinstance(failure, ConfigMismatchError) else _FAILED
+    return _UNFIT if flagged else _FINE
+
+
+def _digest_bytes(luggage: Luggage) -> list[float]:
+    """Return what all ranks of a node must have in common, as numbers small enough for any dtype."""
+    # Integers hash alike in every process.
+    mixed = hash((*(plan.digest for plan in luggage.route.plans), luggage.step, luggage.sequence))
+    return [float(byte) for byte in mixed.to_bytes(_WORDS - 1, "little", signed=True)]
+
+
+def _check_words(names: list[str], said: list[list[float]], mine: list[float]) -> None:
+    """Raise unless all ranks of this node did the same, and nothing went wrong on any."""
+    for name, (went, *digest) in zip(names, said, strict=True):
+        if went == _DISAGREED or digest != mine:
+            raise ConfigMismatchError(
+                f"ranks disagree on what they synchronise, and nothing was changed: {name} is at another step or in "
+                f"another call, or met a node that is. Make the same calls, in the same order and with the same "
+                f"arguments, on every rank."
+            )
+        if went == _FAILED:
+            raise SyncError(f"{name} could not decode its part, and nothing was changed; its own output says why.")

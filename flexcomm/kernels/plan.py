@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from flexcomm.errors import InvalidArgumentError
@@ -106,32 +107,32 @@ class TensorPlan:
         if self.exact and not self.is_variable:
             yield "only a variable selection can be exact"
 
-    @property
+    @cached_property
     def chunk_numel(self) -> int:
         """Coefficients of one chunk."""
         return self.chunk_rows * self.chunk_cols
 
-    @property
+    @cached_property
     def grid_rows(self) -> int:
         """Chunks one below the other."""
         return -(-self.rows // self.chunk_rows)
 
-    @property
+    @cached_property
     def grid_cols(self) -> int:
         """Chunks side by side."""
         return -(-self.cols // self.chunk_cols)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """How many chunks the tensor is cut into."""
         return self.grid_rows * self.grid_cols
 
-    @property
+    @cached_property
     def state_shape(self) -> tuple[int, int]:
         """Shape of what is kept between steps: the coefficients not yet sent, as float32."""
         return self.chunks, self.chunk_numel
 
-    @property
+    @cached_property
     def is_variable(self) -> bool:
         """Whether the number of entries depends on the data."""
         return self.selection is Selection.ABOVE
@@ -140,7 +141,7 @@ class TensorPlan:
         """Return what the transform's results are multiplied by: it is orthonormal, its steps alone are not."""
         return gain / math.sqrt(self.chunk_numel) if self.transformed else gain
 
-    @property
+    @cached_property
     def entries(self) -> int:
         """How many entries a payload holds; for a variable one, at most."""
         return self.keep if self.is_variable else self.chunks * self.keep
