@@ -32,6 +32,8 @@ SUBCOMMANDS = (
     Subcommand("demo", "bench.demo", "demo", "Four ranks on two nodes synchronise a tensor."),
     Subcommand("cluster", "bench.cluster_command", "cluster", "Run a command on an emulated cluster of slow links."),
     Subcommand("transport", "bench.transport", "transport", "Latency and overlap of the cables between ranks."),
+    Subcommand("collectives", "bench.collectives", "collectives", "Averaging a tensor, by size and compressor."),
+    Subcommand("step", "bench.step", "step", "The communication of one optimizer step, beside that of others."),
     Subcommand("codec", "bench.codec", "codec", "Speed, bits, memory and error of compression."),
     Subcommand("startup", "bench.startup", "startup", "What importing the library costs."),
 )
