@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,6 @@ DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"
 """Where reports of missed deadlines go; the folder for temporary files, if it is not set."""
 
 _PATIENCE_S = 5.0
-_PAUSE_S = 0.01
 
 
 def explain_deadline(world: World, error: DeadlineExceededError, sequence: int) -> DeadlineExceededError:
@@ -59,23 +60,21 @@ def ask_everybody(world: World, sequence: int) -> list[int | None]:
                 asked[rank] = control.exchange([(rank, mine)], [(rank, answers[rank])])
             except TransportError:
                 continue
+    heard = {control.rank: sequence}
+
+    def listen(rank: int, handle: Handle[object]) -> None:
+        with suppress(TransportError):
+            handle.wait()
+            heard[rank] = int(answers[rank])
+
+    # A thread each, for gloo cannot be asked whether a message has come. One that hears nothing ends with the process.
+    listeners = [threading.Thread(target=listen, args=each, daemon=True) for each in asked.items()]
+    for listener in listeners:
+        listener.start()
     deadline_s = time.monotonic() + min(_PATIENCE_S, control.timeout_s)
-    while time.monotonic() < deadline_s and not all(handle.done() for handle in asked.values()):
-        time.sleep(_PAUSE_S)
-    return [
-        sequence if rank == control.rank else int(answers[rank]) if answered(asked.get(rank)) else None
-        for rank in range(control.size)
-    ]
-
-
-def answered(handle: Handle[object] | None) -> bool:
-    if handle is None or not handle.done():
-        return False
-    try:
-        handle.wait()
-    except TransportError:
-        return False
-    return True
+    for listener in listeners:
+        listener.join(max(deadline_s - time.monotonic(), 0.0))
+    return [heard.get(rank) for rank in range(control.size)]
 
 
 def write_report(world: World, reached: list[int | None]) -> str:

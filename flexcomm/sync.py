@@ -19,7 +19,14 @@ from torch import Tensor
 
 from flexcomm.between import Algorithm, Memory, Pending
 from flexcomm.compress import TensorSpec
-from flexcomm.errors import DeadlineExceededError, InvalidArgumentError, InvalidTensorError, NonFiniteError
+from flexcomm.errors import (
+    DeadlineExceededError,
+    FlexcommError,
+    InvalidArgumentError,
+    InvalidTensorError,
+    NonFiniteError,
+    TransportError,
+)
 from flexcomm.inquiry import explain_deadline
 from flexcomm.kernels import LARGEST_MAGNITUDE, Average, Momentum, choose_kernels
 from flexcomm.routes import NonFinitePolicy, Request, Route, plan_routes
@@ -134,8 +141,8 @@ def _start(world: World, intra: Transport, tensors: T, compressor: Compressor, o
         keeps_residuals=residuals is not None,
     )
     state = _state_of(world)
-    state.agree(request, whole=intra is world.intra)
-    sync = _Sync(state, request, intra, xs, residuals, state.calls if step is None else step)
+    state.agree(world, request, whole=intra is world.intra)
+    sync = _Sync(world, state, request, intra, xs, residuals, state.calls if step is None else step)
     state.calls += 1
     sync.start()
     state.under_way.append(sync)
@@ -159,9 +166,8 @@ def _specs_of(tensors: list[Tensor], names: Sequence[str] | None) -> tuple[Tenso
 
 @dataclass(eq=False)
 class _State:
-    """What the calls of one world share."""
+    """What the calls of one world share. It does not hold the world, which would then never end."""
 
-    world: World
     under_way: deque[_Sync] = field(default_factory=deque)
     sequence: int = 0
     calls: int = 0
@@ -170,7 +176,7 @@ class _State:
     agreed: set[tuple[Request, bool, Request | None]] = field(default_factory=set)
     memories: dict[tuple[Route, torch.device], list[Memory]] = field(default_factory=dict)
 
-    def agree(self, request: Request, *, whole: bool) -> None:
+    def agree(self, world: World, request: Request, *, whole: bool) -> None:
         """Return when all ranks concerned ask for the same, and asked for the same before."""
         # The ranks of a node may exchange different shards: those are no business of all ranks.
         previous = self.previous_whole if whole else self.previous
@@ -178,7 +184,7 @@ class _State:
         if key not in self.agreed:
             before = "none" if previous is None else str(previous.fields())
             fields = request.fields() | {"call": "start_sync" if whole else "start_exchange", "call before": before}
-            (self.world.agree if whole else self.world.agree_between)(fields)
+            (world.agree if whole else world.agree_between)(fields)
             self.agreed.add(key)
         self.previous = request
         if whole:
@@ -198,7 +204,7 @@ _states: WeakKeyDictionary[World, _State] = WeakKeyDictionary()
 
 
 def _state_of(world: World) -> _State:
-    return _states.setdefault(world, _State(world))
+    return _states.setdefault(world, _State())
 
 
 class _Sync:
@@ -206,6 +212,7 @@ class _Sync:
 
     def __init__(
         self,
+        world: World,
         state: _State,
         request: Request,
         intra: Transport,
@@ -215,6 +222,7 @@ class _Sync:
     ) -> None:
         self.state = state
         self.record = SyncRecord(syncs=1)
+        self._world = world
         self._request, self._intra, self._residuals, self._step = request, intra, residuals, step
         self._outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
         self._tensors = [_without_nonfinite(x) if request.nonfinite == "zero" else x.detach() for x in tensors]
@@ -229,14 +237,14 @@ class _Sync:
         if self._residuals is not None:
             self._residuals.claim(self._names)
         try:
-            for route in plan_routes(self._request, self.state.world.inter.size, self._intra.size):
+            for route in plan_routes(self._request, self._world.inter.size, self._intra.size):
                 self._walks.append(_Walker(walk(self._pack(route)), self.record))
             for walker in self._walks:
                 walker.begin()
             for walker in self._walks:
                 walker.go_on_to_rest()
         except DeadlineExceededError as error:
-            explained = explain_deadline(self.state.world, error, self.state.sequence)
+            explained = explain_deadline(self._world, error, self.state.sequence)
             self._give_up(explained)
             raise explained from error
         except BaseException as error:
@@ -248,9 +256,12 @@ class _Sync:
         try:
             while sum(walker.go_on_once() for walker in self._walks):
                 pass
+            failures = [walker.failure for walker in self._walks if walker.failure]
+            if failures:
+                raise failures[0]
             self._settle([sender for walker in self._walks for sender in walker.flagged])
         except DeadlineExceededError as error:
-            self._give_up(explain_deadline(self.state.world, error, self.state.sequence))
+            self._give_up(explain_deadline(self._world, error, self.state.sequence))
         except BaseException as error:
             self._give_up(error)
             if not isinstance(error, Exception):
@@ -265,7 +276,7 @@ class _Sync:
         return all(walker.has_arrived() for walker in self._walks)
 
     def _pack(self, route: Route) -> Luggage:
-        world, device = self.state.world, self._tensors[route.tensors[0]].device
+        world, device = self._world, self._tensors[route.tensors[0]].device
         memory = self.state.take_memory(route, device)
         self._memories.append((route, memory))
         self.state.sequence += 1
@@ -312,7 +323,7 @@ class _Sync:
             self._residuals.release(self._names)
         for route, memory in self._memories:
             self.state.memories[route, self._outputs[route.tensors[0]].device].append(memory)
-        self.state.world.enter(self.record, sequence=self.state.sequence, step=self._step)
+        self._world.enter(self.record, sequence=self.state.sequence, step=self._step)
 
     def _give_up(self, error: BaseException) -> None:
         """Leave everything as it was. Buffers are not used again: a cable may still write into them."""
@@ -323,10 +334,15 @@ class _Sync:
 
 
 class _Walker:
-    """A walk, and the collective it waits for."""
+    """A walk, and the collective it waits for.
+
+    A walk that fails keeps why. The others of its call still go to their ends: the ranks that did not fail would wait
+    for this one there. Only what happens to a cable ends all of them.
+    """
 
     def __init__(self, walk: Walk, record: SyncRecord) -> None:
         self.flagged: list[str] = []
+        self.failure: FlexcommError | None = None
         self._walk = walk
         self._record = record
         self._pending: Pending | None = None
@@ -358,6 +374,11 @@ class _Walker:
             self._pending = self._walk.send(result)
         except StopIteration as end:
             self._pending, self.flagged = None, end.value
+            return
+        except TransportError:
+            raise
+        except FlexcommError as failure:
+            self._pending, self.failure = None, failure
             return
         self._since_s = time.perf_counter()
         self._record.count(self._pending.level, self._pending.sent_bytes, self._pending.received_bytes)

@@ -1,0 +1,182 @@
+"""What ranks pass when synchronisation is tested, and what must come of it.
+
+Inputs follow from rank and step, so every rank knows what all of them pass, and computes for itself what it must get.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexcomm.bucket import plan_tensor
+from flexcomm.compress import TensorSpec
+from flexcomm.kernels import Selection, ValueCode
+from flexcomm.kernels.reference.transform import restore
+from flexcomm.pieces import cut
+from flexcomm.routes import Request, Route, plan_routes
+from flexcomm.testing.cases import numbers, with_gaps
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from flexcomm.compress import Compressor
+    from flexcomm.residuals import Residuals
+    from flexcomm.world import World
+
+__all__ = [
+    "NAMES",
+    "SPECS",
+    "STEPS",
+    "SUMMED",
+    "digest_of",
+    "kept_of",
+    "make",
+    "mean_norm",
+    "means",
+    "require",
+    "require_close",
+    "require_equal",
+    "require_same_everywhere",
+    "require_states",
+    "rounding",
+    "routes_of",
+    "tensors",
+    "ways_of",
+    "written_exactly_to",
+]
+
+SPECS = (
+    TensorSpec("matrix", (300, 200), torch.float32),
+    TensorSpec("prime", (1009,), torch.float32),
+    TensorSpec("number", (), torch.float32),
+    TensorSpec("nothing", (0,), torch.float32),
+    TensorSpec("gaps", (40, 33), torch.float32),
+    TensorSpec("brain", (65, 130), torch.bfloat16),
+    TensorSpec("half", (77,), torch.float16),
+    TensorSpec("double", (3, 5, 9), torch.float64),
+)
+NAMES = [spec.name for spec in SPECS]
+STEPS = 3
+SUMMED = ("reduce", "dense")
+"""Ways on which values are added under way, in the type they are written in."""
+
+_TRANSFORM = 2.0**-20
+"""What a transform there and back in float32 rounds, of a tensor's norm."""
+_CODES = {ValueCode.FP32: 2.0**-24, ValueCode.BF16: 2.0**-9, ValueCode.FP16: 2.0**-12}
+"""What writing a value rounds at most, of its magnitude: half a unit in the last place, and a little for denormals."""
+
+
+def make(spec: TensorSpec, rank: int, step: int, device: torch.device) -> Tensor:
+    """Return what a rank passes; the tensor called gaps does not lie in one piece in memory."""
+    seed = int.from_bytes(hashlib.blake2b(f"{spec.name} {rank} {step}".encode(), digest_size=4).digest(), "little")
+    x = numbers("normal", spec.shape, seed).to(spec.dtype)
+    return (with_gaps(x) if spec.name == "gaps" else x).to(device)
+
+
+def tensors(world: World, step: int) -> list[Tensor]:
+    return [make(spec, world.topology.rank, step, world.device) for spec in SPECS]
+
+
+@lru_cache(maxsize=64)
+def _rows(spec: TensorSpec, ranks: int, step: int) -> Tensor:
+    """Return what all ranks pass, ``[ranks, *shape]``, as float64."""
+    return torch.stack([make(spec, rank, step, torch.device("cpu")).double() for rank in range(ranks)])
+
+
+def means(world: World, step: int) -> list[Tensor]:
+    """Return the true means over all ranks, as float64."""
+    return [_rows(spec, world.topology.size, step).sum(dim=0) / world.topology.size for spec in SPECS]
+
+
+def mean_norm(world: World, spec: TensorSpec, steps: int) -> float:
+    """Return the norm of what a rank passes, on average; all steps together."""
+    ranks = world.topology.size
+    return sum(float(_rows(spec, ranks, step).view(ranks, -1).norm(dim=1).mean()) for step in range(steps))
+
+
+def routes_of(world: World, compressor: Compressor, bucket_bytes: int) -> tuple[Route, ...]:
+    """Return the way of each bucket of a call with the tensors of this module."""
+    request = Request(SPECS, compressor, "nodes", "auto", "raise", bucket_bytes, keeps_residuals=True)
+    return plan_routes(request, world.inter.size, world.intra.size)
+
+
+def ways_of(world: World, compressor: Compressor, bucket_bytes: int) -> dict[str, str]:
+    """Return the way of each tensor, by its name."""
+    routes = routes_of(world, compressor, bucket_bytes)
+    return {NAMES[number]: route.way for route in routes for number in route.tensors}
+
+
+def rounding(world: World, spec: TensorSpec, compressor: Compressor, way: str) -> float:
+    """Return what a synchronisation may round, of the norm of what ranks pass.
+
+    The output's dtype rounds once, or twice where sums are divided after; transforms are done in float32. Values that
+    are added under way are rounded once a node, in the type they are written in.
+    """
+    once = _TRANSFORM + 2 * torch.finfo(spec.dtype).eps
+    if way not in SUMMED:
+        return once
+    plan = plan_tensor(spec, compressor)
+    native = {torch.bfloat16: ValueCode.BF16, torch.float16: ValueCode.FP16}.get(spec.dtype, ValueCode.FP32)
+    return once + 2 * world.inter.size * _CODES[native if way == "dense" else plan.values]
+
+
+def written_exactly_to(spec: TensorSpec, compressor: Compressor) -> float | None:
+    """Return how exactly a compressor that leaves nothing out writes values; None if it leaves out, or writes signs."""
+    plan = plan_tensor(spec, compressor)
+    everything = plan.selection is not Selection.ABOVE and plan.keep == plan.chunk_numel
+    return _CODES.get(plan.values) if everything else None
+
+
+def kept_of(world: World, residuals: Residuals, spec: TensorSpec, compressor: Compressor) -> Tensor:
+    """Return what residuals keep of a tensor, brought back to elements, as the mean over nodes."""
+    late = torch.zeros(spec.shape).double()
+    piece = cut(spec, plan_tensor(spec, compressor), world.intra.size)[world.intra.rank]
+    if piece is not None:
+        late.view(-1)[piece.first : piece.last] = restore(residuals[piece.spec.name].cpu(), piece.plan).reshape(-1)
+    return world.control.all_reduce(late).wait() / world.inter.size
+
+
+def digest_of(xs: Sequence[Tensor]) -> Tensor:
+    """Return 16 bytes that differ if a bit of the tensors does."""
+    mixed = hashlib.blake2b(digest_size=16)
+    for x in xs:
+        mixed.update(_bits_of(x).numpy().tobytes())
+    return torch.frombuffer(bytearray(mixed.digest()), dtype=torch.uint8)
+
+
+def _bits_of(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def require(world: World, condition: bool, law: str) -> None:
+    if not condition:
+        raise AssertionError(f"rank {world.topology.rank} of {world.topology}: broken law: {law}")
+
+
+def require_equal(world: World, got: Tensor, expected: Tensor, law: str) -> None:
+    """Raise unless both are equal in every bit: zeros have signs here."""
+    alike = got.dtype == expected.dtype and got.shape == expected.shape
+    require(world, alike and torch.equal(_bits_of(got), _bits_of(expected)), f"{law}\ngot      {got}\nnot {expected}")
+
+
+def require_close(world: World, got: Tensor, expected: Tensor, allowed: float, law: str) -> None:
+    distance = float((got.cpu().double() - expected.cpu().double()).norm())
+    require(world, distance <= allowed, f"{law}, to {allowed:.3g}, but they are {distance:.3g} apart")
+
+
+def require_same_everywhere(world: World, xs: Sequence[Tensor], law: str) -> None:
+    everybodys = world.control.all_gather(digest_of(xs)).wait()
+    odd = [rank for rank, other in enumerate(everybodys) if not torch.equal(other, everybodys[0])]
+    require(world, not odd, f"{law}, but not ranks {odd}")
+
+
+def require_states(world: World, residuals: Residuals, expected: Mapping[str, Tensor], law: str) -> None:
+    """Raise unless the states are these, to the bit."""
+    require(world, residuals.names() == list(expected), f"{law}: {residuals.names()} are {list(expected)}")
+    for name, state in residuals.state_dict().items():
+        require_equal(world, state, expected[name], f"{law}: {name}")

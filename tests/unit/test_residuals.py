@@ -1,0 +1,148 @@
+"""Residuals change when a synchronisation has succeeded, and not before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import flexcomm
+from flexcomm import InvalidArgumentError, InvalidTensorError, Residuals, TensorSpec
+from flexcomm.bucket import plan_tensor
+
+if TYPE_CHECKING:
+    from flexcomm.kernels import Momentum
+
+CPU = torch.device("cpu")
+PLAN = plan_tensor(TensorSpec("w", (100,), torch.float32), flexcomm.top_k(0.1))
+
+
+def lend(residuals: Residuals, name: str = "w", value: float | None = None) -> Momentum:
+    """Lend a state and leave ``value`` as what an encode would leave."""
+    momentum = residuals.lend(name, PLAN, CPU)
+    assert momentum.next_state is not None
+    if value is not None:
+        momentum.next_state.fill_(value)
+    return momentum
+
+
+def with_value(value: float) -> Residuals:
+    residuals = Residuals()
+    lend(residuals, value=value)
+    residuals.commit(["w"])
+    return residuals
+
+
+def test_a_new_state_is_zero_and_has_memory_of_its_own_for_the_next() -> None:
+    momentum = lend(Residuals(decay=0.5, gain=3.0))
+    assert momentum.state is not None
+    assert momentum.next_state is not None
+    assert tuple(momentum.state.shape) == PLAN.state_shape
+    assert not momentum.state.any()
+    assert momentum.state.data_ptr() != momentum.next_state.data_ptr()
+    assert (momentum.decay, momentum.gain) == (0.5, 3.0)
+
+
+def test_the_share_is_multiplied_to_the_gain() -> None:
+    assert Residuals(gain=3.0).lend("w", PLAN, CPU, share=0.25).gain == 0.75
+
+
+def test_commit_keeps_what_an_encode_left() -> None:
+    residuals = with_value(7.0)
+    assert bool((residuals["w"] == 7.0).all())
+    lend(residuals, value=8.0)
+    residuals.commit(["w"])
+    assert bool((residuals["w"] == 8.0).all())
+
+
+def test_giving_up_stays_with_what_was_before() -> None:
+    residuals = with_value(7.0)
+    lend(residuals, value=8.0)
+    residuals.give_up(["w"])
+    assert bool((residuals["w"] == 7.0).all())
+    assert bool((lend(residuals).state == 7.0).all())  # type: ignore[union-attr]
+
+
+def test_no_memory_is_allocated_once_a_state_is_there() -> None:
+    residuals, places = with_value(1.0), set()
+    for _ in range(4):
+        momentum = lend(residuals)
+        places |= {momentum.state.data_ptr(), momentum.next_state.data_ptr()}  # type: ignore[union-attr]
+        residuals.commit(["w"])
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize("end", ["commit", "give_up"])
+def test_a_state_in_flight_is_refused_until_it_is_back(end: str) -> None:
+    residuals = Residuals()
+    lend(residuals)
+    with pytest.raises(InvalidArgumentError, match="w is being synchronised"):
+        lend(residuals)
+    lend(residuals, "other")
+    getattr(residuals, end)(["w"])
+    lend(residuals)
+
+
+def test_a_tensor_in_use_is_refused_also_where_no_part_of_it_is_kept() -> None:
+    residuals = Residuals()
+    residuals.claim(["v", "w"])
+    with pytest.raises(InvalidArgumentError, match="w: being synchronised"):
+        residuals.claim(["u", "w"])
+    residuals.release(["v", "w"])
+    residuals.claim(["u", "w"])
+
+
+@pytest.mark.parametrize("verb", ["reset", "state_dict", "load"])
+def test_states_are_not_saved_or_replaced_while_in_flight(verb: str) -> None:
+    residuals = Residuals()
+    verbs = {
+        "reset": residuals.reset,
+        "state_dict": residuals.state_dict,
+        "load": lambda: residuals.load_state_dict({}),
+    }
+    residuals.claim(["v"])
+    lend(residuals)
+    for busy in ("v", "w"):
+        with pytest.raises(InvalidArgumentError, match=f"{busy}.* being synchronised"):
+            verbs[verb]()
+    residuals.commit(["w"])
+    residuals.release(["v"])
+    verbs[verb]()
+
+
+def test_states_come_back_from_a_state_dict_as_copies() -> None:
+    residuals, other = with_value(7.0), Residuals()
+    saved = residuals.state_dict()
+    other.load_state_dict(saved)
+    assert other.names() == residuals.names() == ["w"]
+    saved["w"].zero_()
+    assert bool((other["w"] == 7.0).all())
+    assert bool((lend(other, value=9.0).state == 7.0).all())  # type: ignore[union-attr]
+    other.commit(["w"])
+    assert bool((other["w"] == 9.0).all())
+
+
+def test_reset_forgets_everything() -> None:
+    residuals = with_value(7.0)
+    residuals.reset()
+    assert residuals.names() == []
+    assert not lend(residuals).state.any()  # type: ignore[union-attr]
+
+
+def test_a_state_of_another_shape_is_refused_and_not_in_flight() -> None:
+    residuals = with_value(7.0)
+    other = plan_tensor(TensorSpec("w", (90,), torch.float32), flexcomm.top_k(0.1))
+    with pytest.raises(InvalidTensorError, match=r"the residual of w is \[1, 100\].*needs \[1, 90\]"):
+        residuals.lend("w", other, CPU)
+    with pytest.raises(InvalidTensorError, match="on meta"):
+        residuals.lend("w", PLAN, torch.device("meta"))
+    lend(residuals)
+
+
+@pytest.mark.parametrize("state", [torch.zeros(1, 100, dtype=torch.float64), torch.zeros(100)], ids=["dtype", "dims"])
+def test_a_state_dict_of_other_tensors_is_refused_and_changes_nothing(state: torch.Tensor) -> None:
+    residuals = with_value(7.0)
+    with pytest.raises(InvalidTensorError, match=r"the residual of w is torch\.float"):
+        residuals.load_state_dict({"v": torch.zeros(1, 5), "w": state})
+    assert residuals.names() == ["w"]
