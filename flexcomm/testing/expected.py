@@ -155,7 +155,7 @@ def _bits_of(x: Tensor) -> Tensor:
 
 def require(world: World, condition: bool, law: str) -> None:
     if not condition:
-        raise AssertionError(f"rank {world.topology.rank} of {world.topology}: broken law: {law}")
+        raise AssertionError(f"{world.topology}: broken law: {law}")
 
 
 def require_equal(world: World, got: Tensor, expected: Tensor, law: str) -> None:
