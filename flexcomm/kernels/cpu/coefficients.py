@@ -20,6 +20,8 @@ __all__ = ["MAGNITUDE", "accumulate", "fill_magnitudes", "load_rows", "make_desk
 MAGNITUDE = 0x7FFFFFFF
 _LARGEST = int(Selection.LARGEST)
 _SUM_LANES = 32
+_SPARE = 8
+"""Turned rows are longer than need be: a power of two apart, they would compete for few places in the cache."""
 
 
 @compiled
@@ -29,7 +31,7 @@ def make_tiles(source: Source, job: Job) -> Tiles:
         np.empty((lanes, job.chunk_numel), np.float32),
         np.empty((lanes, job.chunk_numel), np.int32),
         np.empty((source.down.height, job.chunk_cols), np.float32),
-        np.empty((source.along.height, max(lanes, job.chunk_rows)), np.float32),
+        np.empty((source.along.height, max(lanes, job.chunk_rows) + _SPARE), np.float32),
     )
 
 

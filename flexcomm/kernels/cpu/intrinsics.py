@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -12,9 +13,12 @@ if TYPE_CHECKING:
 
     # Any: numba and llvmlite have no types to a type checker.
     Built = tuple[Any, Callable[[Any, Any, Any, Any], Any]]
-    Instruction = Callable[[Any], Any]
+    Instruction = Callable[..., Any]
 
-__all__ = ["count_bits", "lowest_bit"]
+__all__ = ["WINDOW", "count_bits", "lowest_bit", "reaching"]
+
+WINDOW = 32
+"""How many numbers :func:`reaching` looks at."""
 
 
 def _count_bits(_typing: Any, window: Any) -> Built:  # noqa: ARG001  (numba takes the arguments' names from here)
@@ -32,8 +36,25 @@ def _lowest_bit(_typing: Any, window: Any) -> Built:  # noqa: ARG001
     return types.uint64(types.uint64), build
 
 
+def _reaching(_typing: Any, numbers: Any, begin: Any, bound: Any) -> Built:  # noqa: ARG001
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = ir.IntType(32)
+        vector = ir.VectorType(number, WINDOW)
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        window = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer()), align=4)
+        alone = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], ir.Constant(number, 0))
+        bounds = builder.shuffle_vector(alone, alone, ir.Constant(vector, [0] * WINDOW))
+        bits = builder.bitcast(builder.icmp_signed(">=", window, bounds), ir.IntType(WINDOW))
+        return builder.zext(bits, ir.IntType(64))
+
+    return types.uint64(numbers, types.int64, types.int32), build
+
+
 count_bits = cast("Instruction", intrinsic(_count_bits))
 """How many bits of an unsigned 64-bit number are set."""
 
 lowest_bit = cast("Instruction", intrinsic(_lowest_bit))
 """The place of the lowest bit that is set; 64 if none is."""
+
+reaching = cast("Instruction", intrinsic(_reaching))
+"""Which of 32 numbers from ``begin`` on, of an array of int32, reach a bound: the first is the lowest bit."""

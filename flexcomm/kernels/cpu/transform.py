@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flexcomm.kernels import butterflies
+from flexcomm.kernels.cpu.codelets import (
+    LANES,
+    LENGTH,
+    dct,
+    dct_of_turned,
+    dct_turned,
+    idct,
+    idct_of_turned,
+    idct_turned,
+)
 from flexcomm.kernels.cpu.compiler import compiled
 from flexcomm.kernels.cpu.floats import bf16_bits, fp16_bits, fp16_value, from_bits, to_bits
 from flexcomm.kernels.cpu.records import BFLOAT16, FLOAT32, FLOAT64
@@ -18,8 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["lanes_of", "load_chunks", "store_chunks"]
 
 _ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
 _TILE = 4096
-_FIRST = np.zeros(1, np.int32)
+_IN_ORDER = np.arange(LENGTH, dtype=np.int32)
 _BUTTERFLY = butterflies.BUTTERFLY
 _MIX = butterflies.MIX
 _SCALE = butterflies.SCALE
@@ -154,17 +165,27 @@ def load_chunks(source: Source, chunk: Int, many: Int, job: Job, tiles: Tiles) -
         return
     flat = tiles.coefs.reshape(1, tiles.coefs.size)
     load(source.memory, flat_block(chunk, many, job), flat)
-    if job.transformed:
+    if job.transformed and suits_codelets(job):
+        coefs = tiles.coefs.reshape(-1)
+        for lane in range(0, many, LANES):
+            dct_of_turned(coefs, lane * LENGTH, LENGTH, coefs, lane * LENGTH, LENGTH, _ONE)
+    elif job.transformed:
         transform_flat(tiles, many, job.chunk_cols, source.along)
 
 
 @compiled
 def load_block(source: Source, chunk: Int, job: Job, tiles: Tiles) -> None:
-    height, width, work, turned = job.chunk_rows, job.chunk_cols, tiles.work, tiles.turned
-    block = square_block(chunk, job)
+    block, work, turned = square_block(chunk, job), tiles.work, tiles.turned
+    if suits_codelets(job) and lies_open(source.memory, block):
+        load_square(source.memory.floats, block.begin, block.stride, tiles)
+        return
     if source.down.height > block.rows:
         work[:] = _ZERO
     load(source.memory, block, work)
+    if suits_codelets(job):
+        load_square(work.reshape(-1), 0, LENGTH, tiles)
+        return
+    height, width = job.chunk_rows, job.chunk_cols
     apply(work, width, source.down)
     clear_spare(turned, source.along, width)
     for i in range(height):
@@ -179,20 +200,61 @@ def load_block(source: Source, chunk: Int, job: Job, tiles: Tiles) -> None:
 
 
 @compiled
+def suits_codelets(job: Job) -> bool:
+    return bool(job.chunk_cols == LENGTH and (job.rows == 1 or job.chunk_rows == LENGTH))
+
+
+@compiled
+def lies_open(memory: Memory, block: Block) -> bool:
+    """Return whether codelets can work on a block where it is: it is whole, and of their type."""
+    return bool(memory.kind == FLOAT32 and block.rows == LENGTH and block.cols == LENGTH)
+
+
+@compiled
+def load_square(floats: Floats, begin: Int, stride: Int, tiles: Tiles) -> None:
+    coefs, turned, pitch = tiles.coefs.reshape(-1), tiles.turned.reshape(-1), tiles.turned.shape[1]
+    for lane in range(0, LENGTH, LANES):
+        dct_turned(floats, begin + lane, stride, turned, lane * pitch, pitch, _ONE)
+    for lane in range(0, LENGTH, LANES):
+        dct(turned, lane, pitch, coefs, lane, LENGTH, _ONE)
+
+
+@compiled
+def store_square(floats: Floats, begin: Int, stride: Int, factor: Float, tiles: Tiles) -> None:
+    coefs, turned, pitch = tiles.coefs.reshape(-1), tiles.turned.reshape(-1), tiles.turned.shape[1]
+    for lane in range(0, LENGTH, LANES):
+        idct_turned(coefs, lane, LENGTH, turned, lane * pitch, pitch, _ONE)
+    for lane in range(0, LENGTH, LANES):
+        idct(turned, lane, pitch, floats, begin + lane, stride, factor)
+
+
+@compiled
 def store_chunks(source: Source, chunk: Int, many: Int, job: Job, tiles: Tiles) -> None:
     """Write what :func:`load_chunks` read; ``source`` holds the transforms that lead back."""
     if job.rows > 1:
         store_block(source, chunk, job, tiles)
         return
-    if job.transformed:
+    if job.transformed and suits_codelets(job):
+        coefs = tiles.coefs.reshape(-1)
+        for lane in range(0, many, LANES):
+            idct_of_turned(coefs, lane * LENGTH, LENGTH, coefs, lane * LENGTH, LENGTH, _ONE)
+    elif job.transformed:
         transform_flat(tiles, many, job.chunk_cols, source.along)
     flat = tiles.coefs.reshape(1, tiles.coefs.size)
-    store(source.memory, flat_block(chunk, many, job), flat, _FIRST, source.factor)
+    store(source.memory, flat_block(chunk, many, job), flat, _IN_ORDER, source.factor)
 
 
 @compiled
 def store_block(source: Source, chunk: Int, job: Job, tiles: Tiles) -> None:
-    height, width, work, turned = job.chunk_rows, job.chunk_cols, tiles.work, tiles.turned
+    block, work, turned = square_block(chunk, job), tiles.work, tiles.turned
+    if suits_codelets(job):
+        if lies_open(source.memory, block):
+            store_square(source.memory.floats, block.begin, block.stride, source.factor, tiles)
+        else:
+            store_square(work.reshape(-1), 0, LENGTH, _ONE, tiles)
+            store(source.memory, block, work, _IN_ORDER, source.factor)
+        return
+    height, width = job.chunk_rows, job.chunk_cols
     clear_spare(turned, source.along, width)
     for j in range(width):
         line = turned[source.along.inputs[j]]
@@ -205,7 +267,7 @@ def store_block(source: Source, chunk: Int, job: Job, tiles: Tiles) -> None:
         for i in range(height):
             work[source.down.inputs[i], j] = line[i]
     apply(work, width, source.down)
-    store(source.memory, square_block(chunk, job), work, source.down.outputs, source.factor)
+    store(source.memory, block, work, source.down.outputs, source.factor)
 
 
 @compiled
