@@ -9,11 +9,12 @@ MPICH := $(VENV)/mpich
 PIP = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 SUITES ?=
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test bench check format clean
 
 help:
 	@echo 'make demo     four ranks on two nodes synchronise a tensor'
 	@echo 'make test     every test; SUITES="unit ranks" for some of them'
+	@echo 'make bench    the tables of docs/benchmarks.md (root, about ten minutes)'
 	@echo 'make check    format, lint, types, import rules'
 	@echo 'make format   rewrite the sources as `make check` wants them'
 	@echo 'make clean    remove the environment and all caches'
@@ -23,6 +24,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(VENV)/bin/python -m ci.test $(SUITES)
+
+bench: $(INSTALLED)
+	@$(PIP) -e '.[peers]'
+	@$(VENV)/bin/python -m bench report
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .

@@ -33,7 +33,10 @@ SUBCOMMANDS = (
     Subcommand("cluster", "bench.cluster_command", "cluster", "Run a command on an emulated cluster of slow links."),
     Subcommand("transport", "bench.transport", "transport", "Latency and overlap of the cables between ranks."),
     Subcommand("collectives", "bench.collectives", "collectives", "Averaging a tensor, by size and compressor."),
+    Subcommand("sync", "bench.sync", "sync", "What a synchronisation costs beside its bytes."),
     Subcommand("step", "bench.step", "step", "The communication of one optimizer step, beside that of others."),
+    Subcommand("sweep", "bench.sweep", "sweep", "`collectives` on emulated clusters of several sizes and rates."),
+    Subcommand("report", "bench.report", "report", "Measure what docs/benchmarks.md shows, and write it there."),
     Subcommand("codec", "bench.codec", "codec", "Speed, bits, memory and error of compression."),
     Subcommand("startup", "bench.startup", "startup", "What importing the library costs."),
 )

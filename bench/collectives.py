@@ -63,6 +63,7 @@ LinkOption = Annotated[
     str | None,
     typer.Option(metavar="RATE", help="What a node's link carries, such as 1gbit; an emulated cable says it itself."),
 ]
+BaselinesOption = Annotated[bool, typer.Option(help="Also all-reduce everything, in fp32 and bf16.")]
 CsvOption = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the table to FILE.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the table into FILE (.png).")]
 
@@ -78,6 +79,7 @@ class Settings:
     compressors: tuple[NamedCompressor, ...]
     algorithm: Algorithm
     dtype_name: str
+    baselines: tuple[str, ...] = _BASELINES
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,6 +111,7 @@ def collectives(
     compressor: CompressorOption = list(_COMPRESSORS),  # noqa: B006  (typer copies it)
     algorithm: AlgorithmOption = "auto",
     dtype: DtypeOption = "fp32",
+    baselines: BaselinesOption = True,
     link_rate: LinkOption = None,
     csv_file: CsvOption = None,
     plot: PlotOption = None,
@@ -134,6 +137,7 @@ def collectives(
         compressors=tuple(parse_compressor(text) for text in compressor),
         algorithm=parse_algorithm(algorithm),
         dtype_name=dtype,
+        baselines=_BASELINES if baselines else (),
     )
     link = find_link(link_rate)
     if plot is not None:
@@ -175,7 +179,7 @@ def plan_methods(settings: Settings, world: World) -> tuple[list[Method], list[s
             methods.append(method)
     if not methods:
         raise UsageError(f"nothing to measure: {'; '.join(skipped)}")
-    return [*(AllReduce(name, world) for name in _BASELINES), *methods], skipped
+    return [*(AllReduce(name, world) for name in settings.baselines), *methods], skipped
 
 
 def _run(settings: Settings, methods: Sequence[Method], world: World, link: Link | None, findings: Findings) -> None:
@@ -245,7 +249,7 @@ def average_mb_per_s(rows: Sequence[Row], name: str) -> float:
 
 def make_report(findings: Findings, settings: Settings, link: Link | None) -> Report:
     """Return what targets can bound, and all rows."""
-    baselines = frozenset(f"all-reduce {name}" for name in _BASELINES)
+    baselines = frozenset(f"all-reduce {name}" for name in settings.baselines)
     figures: dict[str, float] = {}
     unmeasured: dict[str, str] = {}
     ours = [name for name in dict.fromkeys(row.compressor for row in findings.rows) if name not in baselines]

@@ -67,8 +67,8 @@ def measure(cable: "Transport", rounds: int) -> dict[str, float]:
     small = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8)
     large = torch.zeros(_LARGE_NBYTES, dtype=torch.uint8)
     out = torch.empty(cable.size, _LARGE_NBYTES, dtype=torch.uint8)
-    latency_s = _slowest(cable, lambda: cable.all_gather(small).wait(), _SMALL_ROUNDS)
-    alone_s = _slowest(cable, lambda: cable.all_gather(large, out).wait(), rounds)
+    latency_s = slowest(cable, lambda: cable.all_gather(small).wait(), _SMALL_ROUNDS)
+    alone_s = slowest(cable, lambda: cable.all_gather(large, out).wait(), rounds)
 
     def overlap(compute: Callable[[float], object]) -> float:
         """The share of the gather's time that vanishes when as much computation runs meanwhile."""
@@ -78,16 +78,16 @@ def measure(cable: "Transport", rounds: int) -> dict[str, float]:
             compute(alone_s)
             handle.wait()
 
-        return (2 * alone_s - _slowest(cable, both, rounds)) / alone_s
+        return (2 * alone_s - slowest(cable, both, rounds)) / alone_s
 
     return {
         "latency_us": latency_s * 1e6,
-        "overlap_native": overlap(_compute_in_torch),
+        "overlap_native": overlap(compute_in_torch),
         "overlap_python": overlap(_compute_in_python),
     }
 
 
-def _slowest(cable: "Transport", body: Callable[[], object], rounds: int) -> float:
+def slowest(cable: "Transport", body: Callable[[], object], rounds: int) -> float:
     import torch
 
     seconds = torch.zeros(rounds, dtype=torch.float64)
@@ -99,7 +99,7 @@ def _slowest(cable: "Transport", body: Callable[[], object], rounds: int) -> flo
     return float(cable.all_gather(seconds).wait().amax(dim=0).median())
 
 
-def _compute_in_torch(seconds: float) -> None:
+def compute_in_torch(seconds: float) -> None:
     """Matrix products: torch lets go of Python's lock while it computes, as in any backward pass."""
     import torch
 

@@ -32,9 +32,13 @@ def test_rates_are_written_with_the_largest_fitting_unit(rate: float, text: str)
     assert format_rate(rate) == text
 
 
-@pytest.mark.parametrize(("rate", "nbytes"), [("10mbit", 2_200), ("100mbit", 4_200), ("1gbit", 24_000)])
+@pytest.mark.parametrize(("rate", "nbytes"), [("10mbit", 2_200), ("100mbit", 4_200), ("400mbit", 10_800)])
 def test_the_burst_grows_with_the_rate_from_one_frame(rate: str, nbytes: int) -> None:
     assert burst_nbytes(parse_rate(rate)) == pytest.approx(nbytes, rel=0.02)  # the depths found by trial, rounded
+
+
+def test_a_fast_cable_lets_pass_whole_what_tcp_hands_down_at_once() -> None:
+    assert 65_536 < burst_nbytes(parse_rate("1gbit")) < 100_000
 
 
 def test_a_slow_cable_is_probed_with_many_bursts() -> None:
