@@ -79,7 +79,7 @@ class Residuals:
         if slot is None:
             slot = _Slot(*torch.zeros(2, *plan.state_shape, device=device))
             self._slots[name] = slot
-        elif tuple(slot.state.shape) != plan.state_shape or slot.state.device != device:
+        elif slot.state.shape != plan.state_shape or slot.state.device != device:
             raise InvalidTensorError(
                 f"the residual of {name} is {list(slot.state.shape)} on {slot.state.device}, but the compressor now "
                 f"needs {list(plan.state_shape)} on {device}: its tensor, compressor or place changed. Use new "
@@ -118,7 +118,7 @@ class Residuals:
                     f"the residual of {name} is {state.dtype} {list(state.shape)}, but must be torch.float32 of two "
                     f"dims, chunks and their coefficients, as state_dict() returns them."
                 )
-        self._slots = {name: _Slot(state.detach().clone(), torch.empty_like(state)) for name, state in states.items()}
+        self._slots = {name: _Slot(*_two_of(state)) for name, state in states.items()}
 
     def _require_rest(self, what: str) -> None:
         busy = self._claimed | self._in_flight
@@ -127,3 +127,9 @@ class Residuals:
                 f"residuals cannot be {what} while {', '.join(sorted(busy))} are being synchronised: wait "
                 f"for their handles first."
             )
+
+
+def _two_of(state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a contiguous copy, and memory for its successor."""
+    copy = state.detach().clone(memory_format=torch.contiguous_format)
+    return copy, torch.empty_like(copy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flexcomm.ranges import shown_as
@@ -52,26 +52,27 @@ class SyncRecord:
 
     def add(self, other: SyncRecord) -> None:
         """Add another record to this one."""
-        for name in _FIELDS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        mine = vars(self)
+        for name, number in vars(other).items():
+            mine[name] += number
 
     def time(self, phase: Phase) -> _Stopwatch:
         """Return a block whose seconds are added to a phase."""
         return _Stopwatch(self, phase)
 
     def add_seconds(self, phase: Phase, seconds: float) -> None:
-        name = f"{phase}_s"
-        setattr(self, name, getattr(self, name) + seconds)
+        vars(self)[f"{phase}_s"] += seconds
 
     def count(self, level: Literal["intra", "inter"], sent_bytes: int, received_bytes: int) -> None:
         """Count a collective and what it moves."""
-        for name, number in (("collectives", 1), ("sent_bytes", sent_bytes), ("received_bytes", received_bytes)):
-            field_name = f"{level}_{name}"
-            setattr(self, field_name, getattr(self, field_name) + number)
+        numbers = vars(self)
+        numbers[f"{level}_collectives"] += 1
+        numbers[f"{level}_sent_bytes"] += sent_bytes
+        numbers[f"{level}_received_bytes"] += received_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, for JSON."""
-        return {name: getattr(self, name) for name in _FIELDS} | {"compression": self.compression}
+        return {**vars(self), "compression": self.compression}
 
 
 class _Stopwatch:
@@ -83,17 +84,16 @@ class _Stopwatch:
         self._shown = shown_as(phase)
 
     def __enter__(self) -> None:
-        self._shown.__enter__()
+        if self._shown is not None:
+            self._shown.__enter__()
         self._begin_s = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._record.add_seconds(self._phase, time.perf_counter() - self._begin_s)
-        self._shown.__exit__(kind, error, trace)
-
-
-_FIELDS = tuple(one.name for one in fields(SyncRecord))
+        if self._shown is not None:
+            self._shown.__exit__(kind, error, trace)
 
 
 @dataclass

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flexcomm.between import WAYS, Cargo, Gathered, Pending, decode_gathered_, gather_payloads
+from flexcomm.between import WAYS, Cargo, Pending, decode_gathered_, expect, gather_payloads
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, TransportError, WireError
 from flexcomm.routes import sum_dtype
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm.between import Memory
+    from flexcomm.bucket import Incoming
     from flexcomm.kernels import Average, Kernels, Momentum
     from flexcomm.pieces import Piece
     from flexcomm.routes import Route
@@ -112,21 +113,41 @@ def _explained(error: WireError) -> FlexcommError:
     )
 
 
+class _Sums(NamedTuple):
+    """Everybody's pieces laid out by rank, what is to be filled of it from which tensor, and the sum of one's own."""
+
+    rows: Tensor
+    parts: list[tuple[Tensor, Piece, int]]
+    shard: Tensor
+    pieces: list[Tensor]
+
+
 def _add_up_inside(luggage: Luggage) -> Generator[Pending, Any, list[Tensor]]:
     """Return the sums, over the ranks of this node, of the pieces this rank works on."""
+    sums = luggage.memory.keep("sums", lambda: _lay_out_sums(luggage))
+    for part, piece, number in sums.parts:
+        part.copy_(piece.of(luggage.tensors[number]))
+    others = (luggage.intra.size - 1) * sums.shard.nbytes
+    yield Pending(luggage.intra.reduce_scatter(sums.rows, sums.shard), "intra", others, others, may_rest=False)
+    return sums.pieces
+
+
+def _lay_out_sums(luggage: Luggage) -> _Sums:
     route, ranks, dtype = luggage.route, luggage.intra.size, sum_dtype(luggage.route.dtype)
-    rows = luggage.memory.take("rows", (ranks, route.longest), dtype)
-    shard = luggage.memory.take("shard", (route.longest,), dtype)
-    for row, pieces, numbers in zip(rows, route.pieces, route.numbers, strict=True):
-        begin = 0
-        for piece, number in zip(pieces, numbers, strict=True):
-            end = begin + piece.last - piece.first
-            row[begin:end] = piece.of(luggage.tensors[number]).view(-1)
-            begin = end
-        row[begin:] = 0
-    others = (ranks - 1) * shard.nbytes
-    yield Pending(luggage.intra.reduce_scatter(rows, shard), "intra", others, others, may_rest=False)
-    return _cut_row(shard, route.pieces[luggage.intra.rank])
+    # Behind what is filled there are zeros, from the beginning: sums of anything could overflow.
+    rows = luggage.memory.allocate(ranks, route.longest, dtype=dtype).zero_()
+    shard = luggage.memory.allocate(route.longest, dtype=dtype)
+    parts = _numbered_parts(rows, route)
+    return _Sums(rows, parts, shard, _cut_row(shard, route.pieces[luggage.intra.rank]))
+
+
+def _numbered_parts(rows: Tensor, route: Route) -> list[tuple[Tensor, Piece, int]]:
+    """Return the parts of all ranks' rows, each with the piece it is and the number of its tensor."""
+    return [
+        (part, piece, number)
+        for row, pieces, numbers in zip(rows, route.pieces, route.numbers, strict=True)
+        for part, piece, number in zip(_cut_row(row, pieces), pieces, numbers, strict=True)
+    ]
 
 
 def _cut_row(row: Tensor, pieces: tuple[Piece, ...]) -> list[Tensor]:
@@ -139,27 +160,51 @@ def _cut_row(row: Tensor, pieces: tuple[Piece, ...]) -> list[Tensor]:
     return parts
 
 
+class _Payloads(NamedTuple):
+    """What this rank hands on, and what all ranks of its node did."""
+
+    row: Tensor
+    everybodys: Tensor
+    incoming: list[Incoming]
+
+
 def _forward_payloads(luggage: Luggage, cargo: Cargo) -> Walk:
     """Hand on the payloads themselves inside the node, and decode all of them: fewer bytes than the elements."""
-    route, ranks = luggage.route, luggage.intra.size
-    longest = luggage.inter.size * max(plan.nbytes for plan in route.plans)
-    row = luggage.memory.take("payloads", (longest,))
-    everybodys = luggage.memory.take("everybody's payloads", (ranks, longest))
+    route = luggage.route
     gathered = yield from gather_payloads(cargo)
-    row[: gathered.buffers.numel()] = gathered.buffers
-    others = (ranks - 1) * longest
-    yield Pending(luggage.intra.all_gather(row, everybodys), "intra", others, others)
+    kept = luggage.memory.keep("payloads", lambda: _lay_out_payloads(luggage, cargo))
+    kept.row[: gathered.numel()] = gathered.view(-1)
+    others = (luggage.intra.size - 1) * kept.row.nbytes
+    yield Pending(luggage.intra.all_gather(kept.row, kept.everybodys), "intra", others, others)
     flagged = []
-    for rank, plan in enumerate(route.plans):
+    for rank, incoming in enumerate(kept.incoming):
         numbered = zip(route.pieces[rank], route.numbers[rank], strict=True)
         outputs = [piece.of(luggage.outputs[number]) for piece, number in numbered]
-        nbytes = [plan.nbytes] * luggage.inter.size
-        payloads = Gathered(everybodys[rank, : sum(nbytes)], nbytes)
         try:
-            flagged += decode_gathered_(cargo, plan, payloads, luggage.names[rank], outputs)
+            flagged += decode_gathered_(cargo, incoming, outputs)
         except WireError as error:
             raise _explained(error) from error
     return flagged
+
+
+def _lay_out_payloads(luggage: Luggage, cargo: Cargo) -> _Payloads:
+    route, nodes = luggage.route, luggage.inter.size
+    longest = nodes * max(plan.nbytes for plan in route.plans)
+    everybodys = luggage.memory.allocate(luggage.intra.size, longest)
+    incoming = [
+        expect(cargo, plan, row[: nodes * plan.nbytes], senders)
+        for plan, row, senders in zip(route.plans, everybodys, luggage.names, strict=True)
+    ]
+    return _Payloads(luggage.memory.allocate(longest), everybodys, incoming)
+
+
+class _Elements(NamedTuple):
+    """The word and averages of this rank, everybody's, and where in them each piece of a tensor is."""
+
+    row: Tensor
+    own: list[Tensor]
+    everybodys: Tensor
+    parts: list[tuple[Tensor, Piece, int]]
 
 
 def _hand_round(luggage: Luggage, cargo: Cargo) -> Walk:
@@ -167,31 +212,35 @@ def _hand_round(luggage: Luggage, cargo: Cargo) -> Walk:
 
     A rank whose part failed says so instead of leaving the others waiting; then all of them raise.
     """
-    route, ranks = luggage.route, luggage.intra.size
-    row = luggage.memory.take("elements", (_WORDS + route.longest,), route.dtype)
-    everybodys = luggage.memory.take("everybody's elements", (ranks, _WORDS + route.longest), route.dtype)
-    cargo.outputs = _cut_row(row[_WORDS:], cargo.pieces)
+    kept = luggage.memory.keep("elements", lambda: _lay_out_elements(luggage))
+    cargo.outputs = kept.own
     flagged: list[str] = []
     failure: FlexcommError | None = None
     try:
-        flagged = yield from _across(cargo, route)
+        flagged = yield from _across(cargo, luggage.route)
     except TransportError:
         raise
     except FlexcommError as error:
         failure = error
-    row[:_WORDS] = torch.tensor([_word_on(failure, flagged), *_digest_bytes(luggage)])
-    others = (ranks - 1) * row.nbytes
-    yield Pending(luggage.intra.all_gather(row, everybodys), "intra", others, others)
+    kept.row[:_WORDS] = torch.tensor([_word_on(failure, flagged), *_digest_bytes(luggage)])
+    others = (luggage.intra.size - 1) * kept.row.nbytes
+    yield Pending(luggage.intra.all_gather(kept.row, kept.everybodys), "intra", others, others)
     if failure:
         raise failure
     here = [names[luggage.inter.rank] for names in luggage.names]
-    said = everybodys[:, :_WORDS].tolist()
+    said = kept.everybodys[:, :_WORDS].tolist()
     _check_words(here, said, said[luggage.intra.rank][1:])
-    for rank in range(ranks):
-        parts = _cut_row(everybodys[rank, _WORDS:], route.pieces[rank])
-        for part, piece, number in zip(parts, route.pieces[rank], route.numbers[rank], strict=True):
-            piece.of(luggage.outputs[number]).copy_(part)
+    for part, piece, number in kept.parts:
+        piece.of(luggage.outputs[number]).copy_(part)
     return flagged or [name for name, words in zip(here, said, strict=True) if words[0] == _UNFIT]
+
+
+def _lay_out_elements(luggage: Luggage) -> _Elements:
+    route, ranks = luggage.route, luggage.intra.size
+    row = luggage.memory.allocate(_WORDS + route.longest, dtype=route.dtype)
+    everybodys = luggage.memory.allocate(ranks, _WORDS + route.longest, dtype=route.dtype)
+    own = _cut_row(row[_WORDS:], route.pieces[luggage.intra.rank])
+    return _Elements(row, own, everybodys, _numbered_parts(everybodys[:, _WORDS:], route))
 
 
 def _word_on(failure: FlexcommError | None, flagged: list[str]) -> float:

@@ -1,16 +1,17 @@
 """The bytes of a bucket: a fixed header, then each tensor's sections. ``docs/wire.md`` is the format's specification.
 
-A sender calls ``seal_``, a receiver ``open_envelope`` and ``find_payload``, which believe nothing: what is expected
-follows from the receiver's own plan, and no size is ever taken from the wire. This file knows neither ranks nor
-mathematics.
+A sender seals a ``Frame``, a receiver opens one and calls ``find_payload`` or ``check_payload``; they believe nothing:
+what is expected follows from the receiver's own plan, and no size is ever taken from the wire. This file knows neither
+ranks nor mathematics.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from flexcomm.errors import InvalidTensorError, WireError
@@ -28,11 +29,11 @@ __all__ = [
     "VERSION",
     "WORD_NBYTES",
     "Envelope",
+    "Frame",
     "Region",
+    "check_payload",
     "find_payload",
-    "open_envelope",
     "plan_layout",
-    "seal_",
     "to_words",
 ]
 
@@ -81,6 +82,10 @@ class Region(NamedTuple):
     sender: str
     start: int
     nwords: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nwords
 
 
 def plan_layout(plan: TensorPlan, entries: int) -> Layout:
@@ -136,16 +141,70 @@ def to_words(buffer: Tensor) -> Tensor:
     return buffer.view(-1).view(torch.int32)
 
 
-def seal_(words: Tensor, envelope: Envelope, kernels: Kernels) -> None:
-    """Write the header of a buffer whose sections are in place."""
-    header = _header_words(envelope, words.numel() * WORD_NBYTES - HEADER_NBYTES)
-    words[:HEADER_NWORDS] = header.to(words.device)
-    checksum = _checksum(words, 0, kernels)
-    words[_CHECKSUM_WORD] = checksum - (checksum >> 31 << 32)
+class Frame:
+    """A buffer's words and its header: views made once, to seal and to open the buffer again and again.
+
+    Headers are written and read on the host: in the buffer itself, if it is there.
+    """
+
+    def __init__(self, words: Tensor) -> None:
+        self._words = words
+        self._nbytes = words.numel() * WORD_NBYTES
+        self._header = words[:HEADER_NWORDS]
+        self._host = self._header.cpu()
+        self._octets = self._host.numpy().view(np.uint8)
+
+    def seal_(self, envelope: Envelope, kernels: Kernels) -> None:
+        """Write the header of a buffer whose sections are in place."""
+        payload_nbytes = self._nbytes - HEADER_NBYTES
+        self._write(_header_bytes(envelope, payload_nbytes))
+        self._write(_header_bytes(envelope, payload_nbytes, _checksum(self._words, 0, kernels)))
+
+    def open(self, sender: str, expected: Envelope, kernels: Kernels) -> Envelope:
+        """Check header and checksum; return what the header announces, of which the count is still to be proven.
+
+        ``expected.count`` is the number of entries of a plan that fixes it, else -1. A flagged buffer has none.
+        """
+        if self._nbytes < HEADER_NBYTES:
+            problem = f"{self._nbytes} bytes hold no header of {HEADER_NBYTES}: hand over all bytes it sent."
+            raise WireError(sender, "length", problem)
+        raw = self._read()
+        header = _Header._make(_HEADER.unpack(raw))
+        announced = expected if expected.count >= 0 else replace(expected, count=header.entries)
+        checksum = _checksum(self._words, header.checksum, kernels)
+        # One comparison instead of one for every field: what is wrong is looked for only where something is.
+        if raw != _header_bytes(announced, self._nbytes - HEADER_NBYTES, checksum):
+            _check_header(sender, header, self._nbytes, checksum)
+            announced = Envelope(header.plan, header.step, header.sequence, header.entries, header.flags)
+            _check_agreement(sender, announced, expected)
+        return announced
+
+    def _write(self, header: bytes) -> None:
+        self._octets[:] = np.frombuffer(header, np.uint8)
+        if self._host is not self._header:
+            self._header.copy_(self._host)
+
+    def _read(self) -> bytes:
+        if self._host is not self._header:
+            self._host.copy_(self._header)
+        return self._octets.tobytes()
 
 
-def _header_words(envelope: Envelope, payload_nbytes: int) -> Tensor:
-    header = _HEADER.pack(
+class _Header(NamedTuple):
+    magic: bytes
+    version: int
+    flags: int
+    plan: int
+    step: int
+    sequence: int
+    entries: int
+    payload_nbytes: int
+    checksum: int
+    spare: bytes
+
+
+def _header_bytes(envelope: Envelope, payload_nbytes: int, checksum: int = 0) -> bytes:
+    return _HEADER.pack(
         _MAGIC,
         VERSION,
         envelope.flags,
@@ -154,10 +213,9 @@ def _header_words(envelope: Envelope, payload_nbytes: int) -> Tensor:
         envelope.sequence,
         envelope.count,
         payload_nbytes,
-        0,
+        checksum,
         _SPARE,
     )
-    return torch.frombuffer(bytearray(header), dtype=torch.int32)
 
 
 def _checksum(words: Tensor, itself: int, kernels: Kernels) -> int:
@@ -173,56 +231,42 @@ def _scattered(word: int, place: int) -> int:
     return word ^ word >> 16
 
 
-def open_envelope(words: Tensor, region: Region, expected: Envelope, kernels: Kernels) -> Envelope:
-    """Check a buffer's header and checksum; return what it announces, of which the count is still to be proven.
-
-    ``expected.count`` is the number of entries of a plan that fixes it, else -1. A flagged buffer has none.
-    """
-    sender, nbytes = region.sender, region.nwords * WORD_NBYTES
+def _check_header(sender: str, header: _Header, nbytes: int, checksum: int) -> None:
+    """Raise unless this is a whole and undamaged buffer of this release."""
     _require(
-        nbytes >= HEADER_NBYTES,
-        sender,
-        "length",
-        f"{nbytes} bytes hold no header of {HEADER_NBYTES}: hand over all bytes it sent.",
-    )
-    buffer = words[region.start : region.start + region.nwords]
-    raw = buffer[:HEADER_NWORDS].cpu().numpy().tobytes()
-    magic, version, flags, plan, step, sequence, count, payload_nbytes, checksum, spare = _HEADER.unpack(raw)
-    _require(
-        magic == _MAGIC,
+        header.magic == _MAGIC,
         sender,
         "magic",
-        f"it begins with {magic!r}, not {_MAGIC!r}: this is no buffer of ours, or it does not begin here. Hand over "
-        f"what was encoded, in the order of the senders.",
+        f"it begins with {header.magic!r}, not {_MAGIC!r}: this is no buffer of ours, or it does not begin here. Hand "
+        f"over what was encoded, in the order of the senders.",
     )
     _require(
-        version == VERSION, sender, "version", f"it is {version}, ours is {VERSION}: install one release on every rank."
+        header.version == VERSION,
+        sender,
+        "version",
+        f"it is {header.version}, ours is {VERSION}: install one release on every rank.",
     )
     _require(
-        payload_nbytes == nbytes - HEADER_NBYTES,
+        header.payload_nbytes == nbytes - HEADER_NBYTES,
         sender,
         "payload bytes",
-        f"it announces {payload_nbytes}, but {nbytes - HEADER_NBYTES} are here: hand over as many as were encoded.",
+        f"it announces {header.payload_nbytes}, but {nbytes - HEADER_NBYTES} are here: hand over as many as were "
+        f"encoded.",
     )
-    actual = _checksum(buffer, checksum, kernels)
     _require(
-        checksum == actual,
+        header.checksum == checksum,
         sender,
         "checksum",
-        f"it is {checksum:08x}, but the bytes give {actual:08x}: they were damaged on the way. If that happens again, "
-        f"look at that node's memory and link.",
+        f"it is {header.checksum:08x}, but the bytes give {checksum:08x}: they were damaged on the way. If that "
+        f"happens again, look at that node's memory and link.",
     )
     _require(
-        spare == _SPARE,
+        header.spare == _SPARE,
         sender,
         "spare bytes",
-        f"they are {spare.hex(' ', 4)}, but must be zero: another program wrote them. Install one release on every "
-        f"rank.",
+        f"they are {header.spare.hex(' ', 4)}, but must be zero: another program wrote them. Install one release on "
+        f"every rank.",
     )
-    announced = Envelope(plan, step, sequence, count, flags)
-    if announced != expected:
-        _check_agreement(sender, announced, expected)
-    return announced
 
 
 def _check_agreement(sender: str, got: Envelope, expected: Envelope) -> None:
@@ -276,11 +320,16 @@ def find_payload(
         layout = plan_layout(plan, int(counts.sum())) if plan.exact else full
         _check_room(region, start, layout.nwords)
     payload = Payload(here, layout, counts)
+    check_payload(words, region, payload, plan, kernels)
+    return payload
+
+
+def check_payload(words: Tensor, region: Region, payload: Payload, plan: TensorPlan, kernels: Kernels) -> None:
+    """Raise if something in a payload, whose place is known, cannot be."""
     fault = kernels.find_fault(words, payload, plan)
     if fault:
         field, problem = _FAULTS[fault]
         raise WireError(region.sender, field, f"{problem}. {SENT_LIKE_THAT}")
-    return payload
 
 
 def _read_counts(words: Tensor, region: Region, start: int, plan: TensorPlan, kernels: Kernels) -> Tensor:

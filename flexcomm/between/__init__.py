@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from flexcomm.between.cargo import Cargo, Leg, Memory, Pending
 from flexcomm.between.choice import Algorithm, Way, choose_way, sent_bytes
-from flexcomm.between.gather import Gathered, decode_gathered_, gather, gather_payloads, gatherv
+from flexcomm.between.gather import decode_gathered_, expect, gather, gather_payloads, gatherv
 from flexcomm.between.reduce import densified, reduce
 from flexcomm.between.split import split
 
@@ -24,7 +24,6 @@ __all__ = [
     "WAYS",
     "Algorithm",
     "Cargo",
-    "Gathered",
     "Leg",
     "Memory",
     "Pending",
@@ -32,6 +31,7 @@ __all__ = [
     "choose_way",
     "decode_gathered_",
     "densified",
+    "expect",
     "gather_payloads",
     "sent_bytes",
 ]

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
-from flexcomm.bucket import decode_payloads_, encode_bucket_, flag_bucket_, open_bucket
+from flexcomm.bucket import decode_payloads_
 from flexcomm.errors import NonFiniteError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from flexcomm.bucket import BucketPlan, Opened
+    from flexcomm.bucket import BucketPlan, Incoming, Opened, Outgoing
     from flexcomm.kernels import Average, Kernels, Momentum
     from flexcomm.pieces import Piece
     from flexcomm.stats import SyncRecord
     from flexcomm.transport import Handle, Transport
-    from flexcomm.wire import Region
 
 __all__ = ["Cargo", "Leg", "Memory", "Pending"]
+
+
+T = TypeVar("T")
 
 
 class Pending(NamedTuple):
@@ -40,19 +42,24 @@ Leg = Generator[Pending, Any, list[str]]
 
 
 class Memory:
-    """Tensors used again and again: allocated when first asked for, and anew only if asked for another kind."""
+    """What the calls of one route use again and again, one after the other: tensors, and views of them.
+
+    All of it follows from the route and the world, so it is made when first asked for and never changes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tensors: dict[str, Tensor] = {}
+        self._kept: dict[str, object] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return the tensor of that name; what it holds is left over from before."""
-        tensor = self._tensors.get(name)
-        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
-            self._tensors[name] = tensor
-        return tensor
+    def keep(self, name: str, make: Callable[[], T]) -> T:
+        """Return what was made under that name."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return cast("T", self._kept[name])  # a name stands for one kind of thing
+
+    def allocate(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Return a tensor on the route's device, holding anything."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
 
 @dataclass
@@ -78,25 +85,20 @@ class Cargo:
     def nodes(self) -> int:
         return self.inter.size
 
-    def encode_(
-        self, plan: BucketPlan, inputs: Sequence[Tensor], buffer: Tensor, momenta: Sequence[Momentum] | None = None
-    ) -> int:
+    def encode_(self, outgoing: Outgoing, inputs: Sequence[Tensor], momenta: Sequence[Momentum]) -> int:
         """Fill the buffer; if there is nothing fit to be sent, with a mark that says so. Return its bytes."""
-        step, sequence, kernels = self.step, self.sequence, self.kernels
         with self.record.time("encode"):
             if not self.unfit:
                 try:
-                    return encode_bucket_(
-                        plan, inputs, buffer, step=step, sequence=sequence, kernels=kernels, momenta=momenta
-                    )
+                    return outgoing.encode_(inputs, momenta, step=self.step, sequence=self.sequence)
                 except NonFiniteError as error:
                     self.unfit = str(error)
-            return flag_bucket_(plan, buffer, step=step, sequence=sequence, kernels=kernels)
+            return outgoing.flag_(step=self.step, sequence=self.sequence)
 
-    def open(self, plan: BucketPlan, gathered: Tensor, regions: Sequence[Region]) -> Opened:
+    def open(self, incoming: Incoming) -> Opened:
         """Check buffers that came."""
-        return open_bucket(plan, gathered, regions, step=self.step, sequence=self.sequence, kernels=self.kernels)
+        return incoming.open(step=self.step, sequence=self.sequence)
 
-    def decode_(self, plan: BucketPlan, opened: Opened, outputs: Sequence[Tensor], average: Average) -> None:
+    def decode_(self, meaning: BucketPlan, opened: Opened, outputs: Sequence[Tensor], average: Average) -> None:
         """Fill the outputs with the average of what was opened."""
-        decode_payloads_(plan, opened, outputs, step=self.step, kernels=self.kernels, average=average)
+        decode_payloads_(meaning, opened, outputs, step=self.step, average=average)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from flexcomm.between.cargo import Cargo, Leg, Pending
-from flexcomm.bucket import unchecked_bucket
+from flexcomm.bucket import Opened, Outgoing, unchecked
 from flexcomm.errors import ConfigMismatchError
 from flexcomm.kernels import Selection, TensorPlan, ValueCode
 from flexcomm.wire import HEADER_NBYTES
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flexcomm.bucket import BucketPlan
 
 __all__ = ["can_be_reduced", "densified", "reduce"]
@@ -24,40 +27,65 @@ _EXACT_COUNTS = {torch.float32: 1 << 24, torch.bfloat16: 1 << 8, torch.float16: 
 """How far each type counts without rounding."""
 
 
+class Desk(NamedTuple):
+    """A buffer, the part of it that is summed, and at its end the numbers that say whether sums mean anything."""
+
+    outgoing: Outgoing
+    opened: Opened
+    summed: Tensor
+    digest: Tensor
+    unfit: Tensor
+
+
 def reduce(cargo: Cargo) -> Leg:
     """Sum the values, for everybody sends the same coefficients.
 
     No header travels, but a digest of it does, one number a bit: where all agree, each sums up to none or to all. The
     last number counts those who have nothing fit to send.
     """
-    plan, dtype = cargo.plan, _sum_dtype(cargo.plan)
-    assert dtype is not None, "plans are asked before they are reduced"  # noqa: S101  (our own invariant)
-    tail = (_DIGEST_BITS + 1) * dtype.itemsize
-    buffer = cargo.memory.take("buffer", (plan.nbytes + -(-tail // 4) * 4,))
-    cargo.encode_(plan, cargo.inputs, buffer, cargo.momenta)
-    summed = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
-    summed[-_DIGEST_BITS - 1 :] = torch.tensor([*_digest_bits(cargo), float(bool(cargo.unfit))])
-    cargo.record.payload_bytes += summed.nbytes
-    moved = 2 * summed.nbytes * (cargo.nodes - 1) // cargo.nodes
-    yield Pending(cargo.inter.all_reduce(summed), "inter", moved, moved)
+    desk, nodes = cargo.memory.keep("reducing", lambda: _set_desk(cargo)), cargo.nodes
+    cargo.encode_(desk.outgoing, cargo.inputs, cargo.momenta)
+    bits = _digest_bits(cargo)
+    desk.digest.copy_(bits)
+    desk.unfit.fill_(bool(cargo.unfit))
+    cargo.record.payload_bytes += desk.summed.nbytes
+    moved = 2 * desk.summed.nbytes * (nodes - 1) // nodes
+    yield Pending(cargo.inter.all_reduce(desk.summed), "inter", moved, moved)
     with cargo.record.time("decode"):
-        *bits, unfit = summed[-_DIGEST_BITS - 1 :].tolist()
-        if any(bit not in (0.0, float(cargo.nodes)) for bit in bits):
+        if not torch.equal(desk.digest, (bits * nodes).to(desk.digest)):
             raise ConfigMismatchError(
                 "nodes disagree on what they add up: their tensors, compressor, step or order of calls differ. Nothing "
                 "was changed. Make them equal on every rank."
             )
+        unfit = desk.unfit.item()
         if unfit:
-            return [f"{unfit:g} of {cargo.nodes} nodes"]
-        cargo.decode_(plan, unchecked_bucket(plan, buffer), cargo.outputs, "nodes")
-        for out in cargo.outputs:
-            out.div_(cargo.nodes)
+            return [f"{unfit:g} of {nodes} nodes"]
+        cargo.decode_(cargo.plan, desk.opened, cargo.outputs, "nodes")
+        if nodes > 1:
+            for out in cargo.outputs:
+                out.div_(nodes)
     return []
 
 
-def _digest_bits(cargo: Cargo) -> list[float]:
+def _set_desk(cargo: Cargo) -> Desk:
+    plan, dtype = cargo.plan, _sum_dtype(cargo.plan)
+    assert dtype is not None, "plans are asked before they are reduced"  # noqa: S101  (our own invariant)
+    tail = (_DIGEST_BITS + 1) * dtype.itemsize
+    buffer = cargo.memory.allocate(plan.nbytes + -(-tail // 4) * 4)
+    summed = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
+    return Desk(
+        Outgoing(plan, buffer, cargo.kernels),
+        unchecked(plan, buffer, cargo.kernels),
+        summed,
+        summed[-_DIGEST_BITS - 1 : -1],
+        summed[-1:],
+    )
+
+
+def _digest_bits(cargo: Cargo) -> Tensor:
     mixed = hash((cargo.plan.digest, cargo.step, cargo.sequence))  # integers hash alike in every process
-    return [float((mixed >> bit) & 1) for bit in range(_DIGEST_BITS)]
+    octets = np.frombuffer(mixed.to_bytes(_DIGEST_BITS // 8, "little", signed=True), np.uint8)
+    return torch.from_numpy(np.unpackbits(octets, bitorder="little").astype(np.float32))
 
 
 def can_be_reduced(plan: BucketPlan, nodes: int) -> bool:

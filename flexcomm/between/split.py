@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flexcomm.between.cargo import Cargo, Leg, Pending
-from flexcomm.between.gather import Gathered, decode_gathered_
-from flexcomm.bucket import BucketPlan, assemble_bucket, regions_of
+from flexcomm.between.gather import decode_gathered_, expect
+from flexcomm.bucket import BucketPlan, Incoming, Outgoing, assemble_bucket
 from flexcomm.compress import TensorSpec
 from flexcomm.kernels import Momentum, Selection, TensorPlan, ValueCode
 from flexcomm.pieces import Piece, cut
@@ -95,30 +95,59 @@ def can_be_split(plan: BucketPlan) -> bool:
     return all(one.selection in (Selection.LARGEST, Selection.EVERYTHING) for one in plan.plans)
 
 
+class Desk(NamedTuple):
+    """What a node sends to each other one, what it gets of its own share, and the averages of all shares."""
+
+    sends: list[Outgoing]
+    received: Tensor
+    collected: Incoming
+    coefficients: list[Tensor]
+    averages: Tensor
+    averaged: Outgoing
+    everybodys: Tensor
+    restored: list[Incoming]
+
+
 def split(cargo: Cargo) -> Leg:
     plan, mine = plan_split(cargo.pieces, cargo.nodes), cargo.inter.rank
-    own = plan.shares[mine]
-    sends = [(node, _encode_share(cargo, share, node)) for node, share in enumerate(plan.shares)]
-    received = cargo.memory.take("received", (cargo.nodes, own.collected.nbytes))
+    own, desk = plan.shares[mine], cargo.memory.keep("splitting", lambda: _set_desk(cargo, plan))
+    for share, outgoing in zip(plan.shares, desk.sends, strict=True):
+        _encode_share(cargo, share, outgoing)
+    sends = [(node, outgoing.buffer) for node, outgoing in enumerate(desk.sends)]
     sent = sum(buffer.numel() for node, buffer in sends if node != mine)
     cargo.record.payload_bytes += sent + own.collected.nbytes
-    work = cargo.inter.exchange(sends, list(enumerate(received)))
+    work = cargo.inter.exchange(sends, list(enumerate(desk.received)))
     yield Pending(work, "inter", sent, (cargo.nodes - 1) * own.collected.nbytes)
-    averages = cargo.memory.take("averages", (plan.averaged_nbytes,))
-    _average_share(cargo, own, received, averages)
-    everybodys = cargo.memory.take("everybody's averages", (cargo.nodes, plan.averaged_nbytes))
+    _average_share(cargo, desk)
     others = (cargo.nodes - 1) * plan.averaged_nbytes
-    yield Pending(cargo.inter.all_gather(averages, everybodys), "inter", others, others)
+    yield Pending(cargo.inter.all_gather(desk.averages, desk.everybodys), "inter", others, others)
     with cargo.record.time("decode"):
-        return _restore(cargo, plan, everybodys)
+        return _restore(cargo, plan, desk)
 
 
-def _encode_share(cargo: Cargo, share: Share, node: int) -> Tensor:
-    buffer = cargo.memory.take(f"to {node}", (share.collected.nbytes,))
+def _set_desk(cargo: Cargo, plan: Split) -> Desk:
+    allocate, nodes, own = cargo.memory.allocate, cargo.nodes, plan.shares[cargo.inter.rank]
+    received = allocate(nodes, own.collected.nbytes)
+    averages, everybodys = allocate(plan.averaged_nbytes), allocate(nodes, plan.averaged_nbytes)
+    return Desk(
+        [Outgoing(share.collected, allocate(share.collected.nbytes), cargo.kernels) for share in plan.shares],
+        received,
+        expect(cargo, own.collected, received, cargo.senders, own.coefficients),
+        [allocate(*spec.shape, dtype=torch.float32) for spec in own.coefficients.specs],
+        averages,
+        Outgoing(own.averaged, averages[: own.averaged.nbytes], cargo.kernels),
+        everybodys,
+        [
+            expect(cargo, share.averaged, row[: share.averaged.nbytes], [sender], share.restored)
+            for share, row, sender in zip(plan.shares, everybodys, cargo.senders, strict=True)
+        ],
+    )
+
+
+def _encode_share(cargo: Cargo, share: Share, outgoing: Outgoing) -> None:
     numbered = list(zip(share.numbers, share.parts, strict=True))
     inputs = [part.of(cargo.inputs[number]) for number, part in numbered]
-    cargo.encode_(share.collected, inputs, buffer, [_part_of(cargo.momenta[number], part) for number, part in numbered])
-    return buffer
+    cargo.encode_(outgoing, inputs, [_part_of(cargo.momenta[number], part) for number, part in numbered])
 
 
 def _part_of(momentum: Momentum, part: Piece) -> Momentum:
@@ -126,26 +155,16 @@ def _part_of(momentum: Momentum, part: Piece) -> Momentum:
     return momentum._replace(state=state, next_state=next_state)
 
 
-def _average_share(cargo: Cargo, own: Share, received: Tensor, averages: Tensor) -> None:
+def _average_share(cargo: Cargo, desk: Desk) -> None:
     """Average what the nodes sent of this node's share, and fill the buffer it sends on."""
-    coefficients = [
-        cargo.memory.take(f"coefficients {number}", spec.shape, torch.float32)
-        for number, spec in enumerate(own.coefficients.specs)
-    ]
-    gathered = Gathered(received.view(-1), [own.collected.nbytes] * cargo.nodes)
-    flagged = decode_gathered_(cargo, own.collected, gathered, cargo.senders, coefficients, own.coefficients)
+    flagged = decode_gathered_(cargo, desk.collected, desk.coefficients)
     cargo.unfit = cargo.unfit or ", ".join(flagged)
-    cargo.encode_(own.averaged, coefficients, averages[: own.averaged.nbytes])
+    cargo.encode_(desk.averaged, desk.coefficients, [Momentum()] * len(desk.coefficients))
 
 
-def _restore(cargo: Cargo, plan: Split, everybodys: Tensor) -> list[str]:
+def _restore(cargo: Cargo, plan: Split, desk: Desk) -> list[str]:
     """Turn everybody's averages into elements, once all of them have been checked."""
-    opened = [
-        cargo.open(
-            share.averaged, everybodys[node, : share.averaged.nbytes], regions_of([sender], [share.averaged.nbytes])
-        )
-        for node, (sender, share) in enumerate(zip(cargo.senders, plan.shares, strict=True))
-    ]
+    opened = [cargo.open(incoming) for incoming in desk.restored]
     flagged = [sender for one in opened for sender in one.flagged]
     if flagged:
         return flagged

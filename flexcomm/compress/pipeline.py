@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -113,5 +114,6 @@ def draw_for(plan: TensorPlan, step: int, name: str) -> Draw:
     return Draw(_hash32((plan.seed, name, deal)), turn * plan.keep % plan.chunk_numel)
 
 
+@lru_cache(maxsize=4096)
 def _hash32(key: Hashable) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels.plan import NO_DRAW, Draw, IndexCode, Layout, Selection, TensorPlan, ValueCode
-from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Kernels, Momentum, Payload, Survey
+from flexcomm.kernels.protocol import (
+    LARGEST_MAGNITUDE,
+    Average,
+    Fault,
+    Kernels,
+    Momentum,
+    Payload,
+    Reader,
+    Survey,
+    Writer,
+)
 from flexcomm.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -32,11 +42,13 @@ __all__ = [
     "Layout",
     "Momentum",
     "Payload",
+    "Reader",
     "ReferenceKernels",
     "Selection",
     "Survey",
     "TensorPlan",
     "ValueCode",
+    "Writer",
     "choose_kernels",
 ]
 

@@ -165,6 +165,11 @@ class Layout:
     values: int
     nwords: int
 
+    @cached_property
+    def coding(self) -> tuple[int, int, int, int]:
+        """How indices are written, as plain numbers."""
+        return int(self.code), self.low_bits, self.entry_bits, self.chunk_bits
+
 
 class Draw(NamedTuple):
     """What shared selections depend on beside the plan: a key all ranks derive alike, and where in the order we are."""

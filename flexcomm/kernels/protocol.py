@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.plan import Draw, Layout, TensorPlan
 
-__all__ = ["LARGEST_MAGNITUDE", "Average", "Fault", "Kernels", "Momentum", "Payload", "Survey"]
+__all__ = ["LARGEST_MAGNITUDE", "Average", "Fault", "Kernels", "Momentum", "Payload", "Reader", "Survey", "Writer"]
 
 Average = Literal["nodes", "contributors"]
 """Divide a sum by the number of payloads, or by the number of those that sent the coefficient."""
@@ -62,6 +62,26 @@ class Payload(NamedTuple):
     counts: Tensor | None = None
 
 
+class Writer(Protocol):
+    """The place of a payload that is written again and again."""
+
+    def encode_(self, x: Tensor, draw: Draw, momentum: Momentum, survey: Survey | None = None) -> bool:
+        """Do what :meth:`Kernels.encode_` does."""
+        ...
+
+
+class Reader(Protocol):
+    """The places of several senders' payloads of one tensor, which are read again and again."""
+
+    def find_fault(self) -> Fault:
+        """Return what :meth:`Kernels.find_fault` finds in any of them; of several faults, the first."""
+        ...
+
+    def decode_(self, draw: Draw, average: Average, out: Tensor) -> None:
+        """Do what :meth:`Kernels.decode_` does."""
+        ...
+
+
 class Kernels(Protocol):
     """The loops, for one kind of device. Tensors of words are int32, contiguous; ``x`` may be any floating dtype.
 
@@ -102,6 +122,13 @@ class Kernels(Protocol):
         """
         ...
 
+    def writer(self, words: Tensor, plan: TensorPlan, layout: Layout) -> Writer:
+        """Return what fills ``words`` by :meth:`encode_`, with all prepared that does not depend on ``x``.
+
+        A set that has nothing to prepare returns :class:`flexcomm.kernels.plain.PlainWriter`.
+        """
+        ...
+
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
         """Return the counts (int64) at the start of a variable payload; None if one exceeds a chunk."""
         ...
@@ -124,6 +151,10 @@ class Kernels(Protocol):
         out: Tensor,
     ) -> None:
         """Fill ``out`` with the average of faultless payloads, added in the order given and transformed back once."""
+        ...
+
+    def reader(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> Reader:
+        """Return what reads these payloads, with all prepared that does not depend on what they hold."""
         ...
 
     def checksum(self, words: Tensor, first: int) -> int:

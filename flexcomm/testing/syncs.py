@@ -180,6 +180,21 @@ def handles_give_what_blocking_calls_give(world: World, compressor: Compressor) 
             require_equal(world, got, expected, f"{spec}: handle {number} gives what a blocking call gives")
 
 
+def averages_go_where_out_says(world: World, compressor: Compressor) -> None:
+    """Twice into the same tensors, which hold something before."""
+    outs = [torch.full(spec.shape, torch.nan, dtype=spec.dtype, device=world.device) for spec in SPECS]
+    for step in range(2):
+        options: SyncOptions = {"world": world, "names": NAMES, "step": step}
+        xs, untouched = tensors(world, step), tensors(world, step)
+        expected = hierarchical_sync(xs, compressor, **options)
+        returned = start_sync(xs, compressor, **(options | {"out": outs})).wait()
+        for spec, got, out, other in zip(SPECS, returned, outs, expected, strict=True):
+            require(world, got is out, f"{spec}: what is returned is the very tensor passed")
+            require_equal(world, out, other, f"{spec}: out holds what a new tensor would")
+        for spec, x, before in zip(SPECS, xs, untouched, strict=True):
+            require_equal(world, x, before, f"{spec}: inputs are not changed")
+
+
 def shards_are_averaged_over_nodes(world: World, compressor: Compressor) -> None:
     """Ranks of a node hold shards of different shapes. Whole tensors can be synchronised before and after."""
     place = world.topology
@@ -327,6 +342,7 @@ SYNC_LAWS: tuple[Callable[[World, Compressor], None], ...] = (
     a_nan_is_everybodys_affair,
     other_settings_are_found_by_all,
     another_step_is_found_by_all,
+    averages_go_where_out_says,
 )
 
 CALL_LAWS: tuple[Callable[[World], None], ...] = (

@@ -125,7 +125,9 @@ def check_plain(x: Tensor) -> None:
 def check_writable(x: Tensor) -> None:
     """Raise unless every element of ``x`` is memory of its own, holding what it says."""
     check_plain(x)
-    if x.is_conj() or x.is_neg() or any(step == 0 and n > 1 for step, n in zip(x.stride(), x.shape, strict=True)):
+    strides = x.stride()
+    is_expanded = 0 in strides and any(step == 0 and n > 1 for step, n in zip(strides, x.shape, strict=True))
+    if is_expanded or x.is_conj() or x.is_neg():
         raise InvalidTensorError(
             f"a tensor of shape {list(x.shape)} that is expanded, conjugated or negated cannot be written. Pass "
             f"x.clone(), or the tensor behind it."

@@ -12,7 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexcomm.bucket import decode_bucket_, encode_bucket_, flag_bucket_, plan_bucket, regions_of
+from flexcomm.bucket import (
+    Incoming,
+    Outgoing,
+    decode_bucket_,
+    decode_payloads_,
+    encode_bucket_,
+    flag_bucket_,
+    plan_bucket,
+    regions_of,
+)
 from flexcomm.compress import (
     Compressor,
     Identity,
@@ -441,3 +450,23 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_first_is() -> Non
 def test_lengths_that_no_buffer_has_are_refused(nbytes: int) -> None:
     with pytest.raises(WireError, match=r"node 1.*length"):
         regions_of(["node 0", "node 1"], [64, nbytes])
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda one: one.name)
+@pytest.mark.parametrize("compressor", [demo(k=2, chunk=8), random_k(0.5), threshold(1.0)], ids=str)
+def test_prepared_buffers_are_filled_and_opened_again_and_again(compressor: Compressor, kernels: Kernels) -> None:
+    shapes, nodes = ((9, 17), (0,), (300,)), 2
+    plan = plan_bucket(specs_of([torch.empty(shape) for shape in shapes]), compressor)
+    memory = torch.empty(nodes, plan.nbytes, dtype=torch.uint8)
+    outgoing = [Outgoing(plan, row, kernels) for row in memory]
+    incoming = Incoming(plan, memory, regions_of(["node 0", "node 1"], [plan.nbytes] * nodes), kernels)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        tensors = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(nodes)]
+        for one, xs in zip(outgoing, tensors, strict=True):
+            one.encode_(xs, [Momentum()] * len(xs), step=step, sequence=SEQUENCE)
+        outs = [torch.full(shape, torch.nan) for shape in shapes]
+        decode_payloads_(plan, incoming.open(step=step, sequence=SEQUENCE), outs, step=step, average="nodes")
+        fresh = gather(compressor, tensors, kernels, step=step)
+        assert torch.equal(memory.view(-1), fresh.buffer)
+        assert all(torch.equal(out, other) for out, other in zip(outs, opened(fresh, kernels, step=step), strict=True))

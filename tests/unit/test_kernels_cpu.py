@@ -16,6 +16,7 @@ from flexcomm.compress import Identity, Pipeline, TensorSpec, TopK, draw_for
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels import KERNELS_VARIABLE, ReferenceKernels, Selection, TensorPlan, ValueCode, choose_kernels
 from flexcomm.kernels.cpu import CpuKernels
+from flexcomm.kernels.cpu.shares import cut_up
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.coefficients import encode, sent_coefficients
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import Kernels
 
-SMALLEST_SHARE = "flexcomm.kernels.cpu.kernels._SMALLEST_SHARE"
+SMALLEST_SHARE = "flexcomm.kernels.cpu.shares._SMALLEST_SHARE"
 COMPILED = ("flexcomm.kernels.cpu.encoding", "encode_chunks")
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -43,13 +44,11 @@ def test_cpu_kernels_keep_the_law(
 
 def test_work_is_shared_by_as_many_threads_as_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SMALLEST_SHARE, 1)
-    plan = TensorPlan(1, 70 * 5, 1, 5, False, Selection.EVERYTHING, 5, ValueCode.FP32)
-    assert [len(CpuKernels(threads)._share_chunks(plan)) for threads in (1, 2, 3)] == [1, 2, 3]
+    assert [len(cut_up(70, 70 * 5, threads)) for threads in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_a_small_tensor_is_not_worth_a_second_thread() -> None:
-    plan = TensorPlan(1, 70 * 5, 1, 5, False, Selection.EVERYTHING, 5, ValueCode.FP32)
-    assert len(CpuKernels(3)._share_chunks(plan)) == 1
+    assert len(cut_up(70, 70 * 5, 3)) == 1
 
 
 @pytest.mark.parametrize("law", KERNEL_LAWS[:2], ids=lambda law: law.__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from flexcomm.kernels.cpu.records import (
     Words,
 )
 from flexcomm.kernels.plan import NO_DRAW, Selection
-from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Momentum, Payload
+from flexcomm.kernels.protocol import LARGEST_MAGNITUDE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,16 +32,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.protocol import Momentum, Payload
 
 __all__ = [
     "NO_COUNTS",
+    "Outline",
     "as_floats",
     "as_words",
     "before_of",
     "bits_before",
     "coding_of",
-    "job_of",
+    "drawn",
     "magnitude_bits",
+    "outline_of",
     "sections_of",
     "source_of",
     "target_of",
@@ -51,23 +54,24 @@ __all__ = [
 NO_COUNTS = np.empty((0, 0), np.int64)
 _NO_FLOATS = np.empty((0, 0), np.float32)
 _NO_SINGLES, _NO_DOUBLES, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.float64), np.empty(0, np.uint16)
+_ONE = np.float32(1.0)
 _KINDS = {torch.float32: FLOAT32, torch.float64: FLOAT64, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 def _memory(x: Tensor) -> Memory:
     """Return a contiguous tensor's elements as the loops take them."""
-    flat, kind = x.detach().view(-1), _KINDS[x.dtype]
+    kind = _KINDS[x.dtype]
     if kind == FLOAT32:
-        return Memory(kind, flat.numpy(), _NO_DOUBLES, _NO_HALVES)
+        return Memory(kind, x.detach().numpy().reshape(-1), _NO_DOUBLES, _NO_HALVES)
     if kind == FLOAT64:
-        return Memory(kind, _NO_SINGLES, flat.numpy(), _NO_HALVES)
-    return Memory(kind, _NO_SINGLES, _NO_DOUBLES, flat.view(torch.uint16).numpy())
+        return Memory(kind, _NO_SINGLES, x.detach().numpy().reshape(-1), _NO_HALVES)
+    return Memory(kind, _NO_SINGLES, _NO_DOUBLES, x.detach().view(torch.uint16).numpy().reshape(-1))
 
 
 def magnitude_bits(x: Tensor) -> tuple[NDArray[Any], int, int]:
     """Return the elements as integers, the mask that takes off the sign, and the first magnitude that is unfit."""
     integers, mask, limit = _magnitudes(x.dtype)
-    return x.detach().view(-1).view(integers).numpy(), mask, limit
+    return x.detach().view(integers).numpy().reshape(-1), mask, limit
 
 
 @lru_cache(maxsize=8)
@@ -89,14 +93,22 @@ def views_of(words: NDArray[np.uint32]) -> Words:
     return Words(words, words.view(np.uint16), words.view(np.int8))
 
 
-def job_of(plan: TensorPlan, draw: Draw = NO_DRAW) -> Job:
-    return _job(plan)._replace(key=draw.key, start=draw.start)
+class Outline(NamedTuple):
+    """What the loops are told of a plan, made once: its numbers, and the lists of operations there and back.
+
+    A pair of lists is for the columns of a chunk and for its rows.
+    """
+
+    job: Job
+    forward: tuple[Transform, Transform]
+    inverse: tuple[Transform, Transform]
 
 
 @lru_cache(maxsize=4096)
-def _job(plan: TensorPlan) -> Job:
+def outline_of(plan: TensorPlan) -> Outline:
+    height, width = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
     whole = plan.keep == plan.chunk_numel and not plan.is_variable
-    return Job(
+    job = Job(
         rows=plan.rows,
         cols=plan.cols,
         chunk_rows=plan.chunk_rows,
@@ -110,35 +122,36 @@ def _job(plan: TensorPlan) -> Job:
         values=int(plan.values),
         value_bits=plan.values.bits,
         scales=plan.values.scales,
-        key=0,
-        start=0,
+        key=NO_DRAW.key,
+        start=NO_DRAW.start,
     )
-
-
-def source_of(x: Tensor, plan: TensorPlan, momentum: Momentum) -> Source:
-    """Return what the loops read, with the lists of operations down the columns of a chunk and along its rows."""
-    height, width = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
-    return Source(
-        memory=_memory(x),
-        state=as_floats(momentum.state),
-        decay=np.float32(momentum.decay),
-        factor=np.float32(plan.scale(momentum.gain)),
-        down=_transform(height, inverse=False),
-        along=_transform(width, inverse=False),
+    return Outline(
+        job,
+        (_transform(height, inverse=False), _transform(width, inverse=False)),
+        (_transform(height, inverse=True), _transform(width, inverse=True)),
     )
-
-
-def target_of(out: Tensor, plan: TensorPlan) -> Source:
-    """Return what the loops write, with the lists that lead back."""
-    there = source_of(out, plan, Momentum())
-    height, width = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
-    return there._replace(down=_transform(height, inverse=True), along=_transform(width, inverse=True))
 
 
 @lru_cache(maxsize=64)
 def _transform(length: int, *, inverse: bool) -> Transform:
     program = plan_inverse_dct(length) if inverse else plan_dct(length)
     return Transform(program.height, program.inputs, program.outputs, program.steps, program.factors)
+
+
+def drawn(job: Job, draw: Draw) -> Job:
+    """Return the job for a draw."""
+    return job if draw is NO_DRAW else job._replace(key=draw.key, start=draw.start)
+
+
+def source_of(x: Tensor, plan: TensorPlan, momentum: Momentum, outline: Outline) -> Source:
+    """Return what the loops read."""
+    decay, factor = np.float32(momentum.decay), np.float32(plan.scale(momentum.gain))
+    return Source(_memory(x), as_floats(momentum.state), decay, factor, *outline.forward)
+
+
+def target_of(out: Tensor, plan: TensorPlan, outline: Outline) -> Source:
+    """Return what the loops write."""
+    return Source(_memory(out), _NO_FLOATS, _ONE, np.float32(plan.scale(1.0)), *outline.inverse)
 
 
 def before_of(counts: Sequence[Tensor]) -> NDArray[np.int64]:
@@ -153,10 +166,10 @@ def bits_before(before: NDArray[np.int64], chunk: int, job: Job, coding: Coding)
 
 
 def coding_of(layout: Layout) -> Coding:
-    return Coding(int(layout.code), layout.low_bits, layout.entry_bits, layout.chunk_bits)
+    return Coding(*layout.coding)
 
 
 def sections_of(payload: Payload) -> tuple[int, ...]:
     """Return where indices, scales and values begin, and how the indices are written: payloads differ in that, too."""
     layout, start = payload.layout, payload.start
-    return start + layout.indices, start + layout.scales, start + layout.values, *coding_of(layout)
+    return start + layout.indices, start + layout.scales, start + layout.values, *layout.coding

@@ -9,13 +9,14 @@ import numpy as np
 from flexcomm.kernels.cpu.bits import get
 from flexcomm.kernels.cpu.compiler import compiled, kept
 from flexcomm.kernels.cpu.indices import all_increase, entries_before
+from flexcomm.kernels.cpu.records import Coding
 from flexcomm.kernels.plan import IndexCode, ValueCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import FullWords, Int, Integers, Longs
-    from flexcomm.kernels.cpu.records import Coding, Job, Words
+    from flexcomm.kernels.cpu.records import Job, Words
 
-__all__ = ["add_checksum", "find_fault_in_chunks", "largest_bits", "read_counts"]
+__all__ = ["add_checksum", "find_fault_in_payloads", "largest_bits", "read_counts"]
 
 _FP32 = int(ValueCode.FP32)
 _BF16 = int(ValueCode.BF16)
@@ -26,6 +27,21 @@ _INFINITY = 0x7F800000
 
 
 @kept
+def find_fault_in_payloads(first: Int, last: Int, job: Job, words: Words, sections: Longs, before: Longs) -> Int:
+    """Return what is wrong with the chunks of several senders, of several faults the least.
+
+    ``sections[sender]`` holds where indices, scales and values begin, in words, and then how indices are written.
+    """
+    least = 0
+    for sender in range(sections.shape[0]):
+        own, counts = sections[sender], before[sender : sender + 1]
+        fault = find_fault_in_chunks(first, last, job, Coding(own[3], own[4], own[5], own[6]), words, own, counts)
+        if fault and (least == 0 or fault < least):
+            least = fault
+    return least
+
+
+@compiled
 def find_fault_in_chunks(
     first: Int, last: Int, job: Job, coding: Coding, words: Words, sections: Longs, before: Longs
 ) -> Int:

@@ -12,8 +12,9 @@ from flexcomm.kernels.gpu.jobs import ELEMENTS, coefficients_job, elements_job, 
 from flexcomm.kernels.gpu.launcher import CupyLauncher, Launcher
 from flexcomm.kernels.gpu.records import Job
 from flexcomm.kernels.gpu.share import Share, plan_chunk_share, plan_item_share
+from flexcomm.kernels.plain import PlainReader, PlainWriter
 from flexcomm.kernels.plan import NO_DRAW
-from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Survey
+from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +91,9 @@ class GpuKernels:
         _give(rest, momentum.next_state)
         return int(answer) == 0
 
+    def writer(self, words: Tensor, plan: TensorPlan, layout: Layout) -> Writer:
+        return PlainWriter(self, words, plan, layout)
+
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
         counts, job = torch.empty(plan.chunks, dtype=torch.int64, device=words.device), plan_job(plan)
         job.first = start
@@ -122,6 +126,9 @@ class GpuKernels:
         job.point(words=words, sections=list_sections(sections, out.device))
         self._launch_chunks("decode_chunks", plan, job, out.device)
         _give(dense, out)
+
+    def reader(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> Reader:
+        return PlainReader(self, words, payloads, plan)
 
     def checksum(self, words: Tensor, first: int) -> int:
         job = Job(numel=words.numel(), first=first)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, fill_up, raise_threshold, threshold_bits
+from flexcomm.kernels.plain import PlainReader, PlainWriter
 from flexcomm.kernels.plan import IndexCode, ValueCode
-from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Survey
+from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
 from flexcomm.kernels.reference.bits import get, put, to_bits, to_words
 from flexcomm.kernels.reference.floats import divided, magnitude_bits
 from flexcomm.kernels.reference.hashing import GOLDEN, LOW32, mix32
@@ -73,6 +74,9 @@ class ReferenceKernels:
             momentum.next_state.copy_(coefficients)
         return bool(picked.isfinite().all())
 
+    def writer(self, words: Tensor, plan: TensorPlan, layout: Layout) -> Writer:
+        return PlainWriter(self, words, plan, layout)
+
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
         width = plan.chunk_numel.bit_length()
         nwords = -(-plan.chunks * width // 32)
@@ -112,6 +116,9 @@ class ReferenceKernels:
             given[chosen] += 1.0
         mean = total / given.clamp(min=1.0) if average == "contributors" else divided(total, float(len(payloads)))
         out.copy_(restore(mean, plan).reshape(out.shape).to(out.dtype))
+
+    def reader(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> Reader:
+        return PlainReader(self, words, payloads, plan)
 
     def checksum(self, words: Tensor, first: int) -> int:
         places = torch.arange(first, first + words.numel(), device=words.device)

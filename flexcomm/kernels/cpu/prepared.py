@@ -1,0 +1,143 @@
+"""Writers and readers of payloads: what the loops are told of memory that stays the same is made once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from flexcomm.kernels.cpu import checking, decoding, encoding
+from flexcomm.kernels.cpu.arguments import (
+    NO_COUNTS,
+    as_floats,
+    as_words,
+    before_of,
+    bits_before,
+    coding_of,
+    drawn,
+    outline_of,
+    sections_of,
+    source_of,
+    target_of,
+    views_of,
+)
+from flexcomm.kernels.cpu.records import Target
+from flexcomm.kernels.cpu.shares import cut_up, run
+from flexcomm.kernels.protocol import Average, Fault, Momentum, Payload, Survey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from flexcomm.kernels.cpu.records import Job, Source
+    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+
+__all__ = ["CpuReader", "CpuWriter"]
+
+_CHUNKS_PER_WORD = 32
+"""So many chunks end at a word, whatever their number of bits: threads that begin there share no word."""
+
+
+class CpuWriter:
+    """A payload's place."""
+
+    def __init__(self, words: Tensor, plan: TensorPlan, layout: Layout, threads: int | None) -> None:
+        self._plan, self._threads = plan, threads
+        self._outline, self._coding = outline_of(plan), coding_of(layout)
+        self._words = as_words(words)
+        scales, values = self._words[layout.scales :].view(np.uint16), views_of(self._words[layout.values :])
+        self._target = Target(self._words[layout.indices :], 0, scales, values, 0)
+
+    def encode_(self, x: Tensor, draw: Draw, momentum: Momentum, survey: Survey | None = None) -> bool:
+        self._words.fill(0)
+        plan = self._plan
+        if plan.chunks == 0:
+            return True
+        job = drawn(self._outline.job, draw)
+        source, next_state = source_of(x.contiguous(), plan, momentum, self._outline), as_floats(momentum.next_state)
+        if survey is not None:
+            return self._encode_surveyed_(source, next_state, job._replace(tau_bits=survey.tau_bits), survey)
+        broken = run(
+            self._shares(),
+            lambda first, last: encoding.encode_chunks(
+                first, last, source, next_state, job, self._coding, NO_COUNTS, self._target
+            ),
+        )
+        return not any(broken)
+
+    def _encode_surveyed_(self, source: Source, next_state: NDArray[np.float32], job: Job, survey: Survey) -> bool:
+        target, coding, before = self._target, self._coding, before_of([survey.counts])
+        pieces: list[_Piece] = []
+
+        def encode(first: int, last: int) -> int:
+            begin, end = (bits_before(before, chunk, job, coding) for chunk in (first, last))
+            indices = _Piece(target.indices, begin[0], end[0])
+            values = _Piece(target.values.full, begin[1], end[1])
+            pieces.extend((indices, values))
+            mine = Target(indices.words, indices.origin, target.scales, views_of(values.words), values.origin)
+            return int(encoding.encode_chunks(first, last, source, next_state, job, coding, before, mine))
+
+        encoding.write_counts(self._words, survey.counts.numpy(), self._plan.chunk_numel.bit_length())
+        broken = run(self._shares(), encode)
+        for piece in pieces:
+            piece.join_()
+        return not any(broken)
+
+    def _shares(self) -> list[tuple[int, int]]:
+        chunks = self._plan.chunks
+        return cut_up(chunks, chunks * self._plan.chunk_numel, self._threads, _CHUNKS_PER_WORD)
+
+
+class _Piece:
+    """Words for one share of a variable payload, which may meet its neighbours' inside a word; joined afterwards."""
+
+    def __init__(self, target: NDArray[np.uint32], first_bit: int, last_bit: int) -> None:
+        self._target, self._first = target, first_bit >> 5
+        self.origin = self._first << 5
+        self.words = np.zeros((last_bit + 31 >> 5) - self._first, np.uint32)
+
+    def join_(self) -> None:
+        self._target[self._first : self._first + self.words.size] |= self.words
+
+
+class CpuReader:
+    """The places of the payloads that several senders sent of one tensor."""
+
+    def __init__(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan, threads: int | None) -> None:
+        self._plan, self._threads, self._outline = plan, threads, outline_of(plan)
+        self._words = views_of(as_words(words))
+        self._sections = np.array([sections_of(payload) for payload in payloads], np.int64)
+        counts = [payload.counts for payload in payloads if payload.counts is not None]
+        self._before = before_of(counts) if plan.is_variable else NO_COUNTS
+
+    def find_fault(self) -> Fault:
+        if self._plan.chunks == 0:
+            return Fault.NONE
+        faults = run(
+            self._shares(),
+            lambda first, last: checking.find_fault_in_payloads(
+                first, last, self._outline.job, self._words, self._sections, self._before
+            ),
+        )
+        return Fault(min(fault for fault in faults if fault)) if any(faults) else Fault.NONE
+
+    def decode_(self, draw: Draw, average: Average, out: Tensor) -> None:
+        if self._plan.chunks == 0:
+            return
+        dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        job, target = drawn(self._outline.job, draw), target_of(dense, self._plan, self._outline)
+        by_contributors = int(average == "contributors")
+        run(
+            self._shares(),
+            lambda first, last: decoding.decode_chunks(
+                first, last, target, job, self._words, self._sections, self._before, by_contributors
+            ),
+        )
+        if dense is not out:
+            out.copy_(dense)
+
+    def _shares(self) -> list[tuple[int, int]]:
+        return cut_up(self._plan.chunks, self._plan.chunks * self._plan.chunk_numel, self._threads)
