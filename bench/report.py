@@ -58,10 +58,10 @@ SECTIONS = (
         ("step", "-n", "3"),
     ),
     Section(
-        "Beside the bytes, 4 nodes at 100 Mbit/s",
+        "Beside the bytes, 2 nodes at 100 Mbit/s",
         "What a small call costs, what computation does not hide, memory, and why buckets are as large as they are.",
-        _FOUR_NODES,
-        ("sync", "--quick"),
+        ("cluster", "--nodes", "2", "--rate", "100mbit", "--launcher", "torchrun", "--"),
+        ("sync",),
     ),
     Section(
         "Full cables, 4 nodes",

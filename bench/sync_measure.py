@@ -21,8 +21,8 @@ _SMALL = (16, 16)
 _LARGE = (1024, 4096)
 _COMPUTE = 1.5
 """How much longer than the wire the caller computes, so that all of it can hide."""
-_WARMUPS = 300
-"""More calls than the last ones that are remembered, so that this memory is full."""
+_WARMUPS = 1000
+"""More calls than the last ones that are remembered, and enough for malloc to have what the threads need."""
 
 
 class Overhead(NamedTuple):

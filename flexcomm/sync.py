@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUCKET_BYTES", "SyncHandle", "SyncOptions", "hierarchical_sync", "start_exchange", "start_sync"]
 
-BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 8 << 20
 """Dense bytes of a bucket. docs/benchmarks.md shows what other sizes cost."""
 
 T = TypeVar("T", Tensor, list[Tensor])
