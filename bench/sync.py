@@ -32,7 +32,7 @@ from flexcomm.sync import BUCKET_BYTES
 from flexcomm.topology import read_launcher
 
 _FIGURES = frozenset({"overhead_us", "exposed_share", "growth_kib", "growth_objects"})
-_BUCKETS = [1 << 20, 4 << 20, BUCKET_BYTES, 16 << 20, 32 << 20, 128 << 20]
+_BUCKETS = [1 << 20, 4 << 20, 8 << 20, BUCKET_BYTES, 32 << 20, 128 << 20]
 _CALLS = 1000
 
 ModelOption = Annotated[str, typer.Option(help="Whose gradients fill the buckets: 23m, 124m or tiny.")]

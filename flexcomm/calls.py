@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from flexcomm.between import Memory
-from flexcomm.errors import DeadlineExceededError, NonFiniteError
+from flexcomm.bucket import check_numbers
+from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError
 from flexcomm.inquiry import explain_deadline
 from flexcomm.kernels import LARGEST_MAGNITUDE, Kernels, Momentum, choose_kernels
 from flexcomm.routes import Request, Route, plan_routes
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from flexcomm.world import World
 
 __all__ = ["Call", "Calls", "Itinerary", "calls_of", "make_itinerary"]
+
+_MOST_ITINERARIES = 256
+"""Kinds of calls that are remembered, with their buffers. Where shapes keep changing, the oldest are forgotten."""
+_MOST_SPARE = 8
+"""Memories that a bucket keeps for calls under way at once; a burst of more gives its own back."""
 
 
 @dataclass(eq=False)
@@ -102,6 +108,12 @@ class Calls:
     previous_whole: Itinerary | None = None
     itineraries: dict[Hashable, Itinerary] = field(default_factory=dict)
 
+    def remember(self, key: Hashable, itinerary: Itinerary) -> None:
+        """Keep an itinerary. All ranks make the same calls, so they forget the same ones."""
+        if len(self.itineraries) >= _MOST_ITINERARIES:
+            del self.itineraries[next(iter(self.itineraries))]
+        self.itineraries[key] = itinerary
+
     def agree(self, world: World, itinerary: Itinerary) -> None:
         """Return when all ranks concerned ask for the same, and asked for the same before."""
         # The ranks of a node may exchange different shards: those are no business of all ranks.
@@ -153,6 +165,7 @@ class Call:
         self.record = SyncRecord(syncs=1)
         self._world, self._intra, self._itinerary, self._residuals = world, intra, itinerary, residuals
         self._step = self.calls.count if step is None else step
+        check_numbers(self._step, self.calls.sequence)
         self._outputs = [x.detach() for x in outputs]
         self._tensors = [x.detach() for x in tensors]
         if itinerary.request.nonfinite == "zero":
@@ -160,17 +173,21 @@ class Call:
         self._lent: list[str] = []
         self._walks: list[Walker] = []
         self._taken: list[tuple[Stage, Memory]] = []
+        self._refusal: FlexcommError | None = None
         self._error: BaseException | None = None
 
     def start(self) -> None:
         """Take every bucket to where it is between nodes; the next one is encoded while one is on the wire."""
-        self.calls.agree(self._world, self._itinerary)
+        self._agree()
         self.calls.count += 1
         if self._residuals is not None:
             self._residuals.claim(self._itinerary.names)
         try:
-            for stage in self._itinerary.stages:
-                self._walks.append(Walker(walk(self._pack(stage)), self.record))
+            stages = self._itinerary.stages
+            # At once: a rank that gets stuck at one of them must stay in step with those that do not.
+            first, self.calls.sequence = self.calls.sequence + 1, self.calls.sequence + len(stages)
+            for sequence, stage in enumerate(stages, first):
+                self._walks.append(Walker(walk(self._pack(stage, sequence)), self.record))
             for walker in self._walks:
                 walker.begin()
             for walker in self._walks:
@@ -184,12 +201,18 @@ class Call:
             raise
         self.calls.under_way.append(self)
 
+    def _agree(self) -> None:
+        try:
+            self.calls.agree(self._world, self._itinerary)
+        except DeadlineExceededError as error:
+            raise explain_deadline(self._world, error, self.calls.sequence) from error
+
     def finish(self) -> None:
         """Take every bucket to its end. What goes wrong is kept for those who ask for the result."""
         try:
             while sum(walker.go_on_once() for walker in self._walks):
                 pass
-            failures = [walker.failure for walker in self._walks if walker.failure]
+            failures = [failure for failure in (self._refusal, *(one.failure for one in self._walks)) if failure]
             if failures:
                 raise failures[0]
             self._settle([sender for walker in self._walks for sender in walker.flagged])
@@ -208,18 +231,25 @@ class Call:
     def has_arrived(self) -> bool:
         return all(walker.has_arrived() for walker in self._walks)
 
-    def _pack(self, stage: Stage) -> Luggage:
+    def _pack(self, stage: Stage, sequence: int) -> Luggage:
         memory = stage.free.pop() if stage.free else Memory(self._itinerary.device)
         self._taken.append((stage, memory))
-        self.calls.sequence += 1
         self.record.dense_bytes += stage.dense_nbytes
+        momenta, unfit = stage.momenta, ""
+        if self._residuals is not None:
+            try:
+                momenta = self._borrow(stage.route, self._residuals)
+            except FlexcommError as refusal:
+                # Others may have no part of these residuals, and would wait: so this rank goes along, with nothing.
+                self._refusal, unfit = self._refusal or refusal, str(refusal)
         return Luggage(
             route=stage.route,
             tensors=self._tensors,
             outputs=self._outputs,
-            momenta=stage.momenta if self._residuals is None else self._borrow(stage.route, self._residuals),
+            momenta=momenta,
+            unfit=unfit,
             step=self._step,
-            sequence=self.calls.sequence,
+            sequence=sequence,
             average=self._itinerary.request.average,
             kernels=self._itinerary.kernels,
             intra=self._intra,
@@ -240,9 +270,10 @@ class Call:
         """Keep what came of it or, if somebody had nothing fit to send, do what was asked for then."""
         if flagged and self._itinerary.request.nonfinite == "raise":
             raise NonFiniteError(
-                f"{', '.join(dict.fromkeys(flagged))} had NaN, infinity or a magnitude of 2**100 or more to send, and "
-                f"nothing was changed on any rank. Skip this step; if that happens often, lower the learning rate or "
-                f"the loss scale, clip, or pass nonfinite='skip'."
+                f"{', '.join(dict.fromkeys(flagged))} had NaN, infinity or a magnitude of 2**100 or more to send, or "
+                f"residuals that do not fit (then its own error says so), and nothing was changed on any rank. Skip "
+                f"this step; if that happens often, lower the learning rate or the loss scale, clip, or pass "
+                f"nonfinite='skip'."
             )
         if flagged:
             for out in self._outputs:
@@ -252,7 +283,8 @@ class Call:
             (self._residuals.give_up if flagged else self._residuals.commit)(self._lent)
             self._residuals.release(self._itinerary.names)
         for stage, memory in self._taken:
-            stage.free.append(memory)
+            if len(stage.free) < _MOST_SPARE:
+                stage.free.append(memory)
         self._world.enter(self.record, sequence=self.calls.sequence, step=self._step)
 
     def _give_up(self, error: BaseException) -> None:

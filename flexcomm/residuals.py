@@ -38,6 +38,7 @@ class Residuals:
         self.gain = gain
         self._slots: dict[str, _Slot] = {}
         self._in_flight: set[str] = set()
+        self._new: set[str] = set()
         self._claimed: set[str] = set()
 
     def names(self) -> list[str]:
@@ -77,8 +78,11 @@ class Residuals:
             )
         slot = self._slots.get(name)
         if slot is None:
-            slot = _Slot(*torch.zeros(2, *plan.state_shape, device=device))
+            # Not as inference tensors, which no later call could write.
+            with torch.inference_mode(False):
+                slot = _Slot(*torch.zeros(2, *plan.state_shape, dtype=torch.float32, device=device))
             self._slots[name] = slot
+            self._new.add(name)
         elif slot.state.shape != plan.state_shape or slot.state.device != device:
             raise InvalidTensorError(
                 f"the residual of {name} is {list(slot.state.shape)} on {slot.state.device}, but the compressor now "
@@ -94,10 +98,14 @@ class Residuals:
             state, spare = self._slots[name]
             self._slots[name] = _Slot(spare, state)
         self._in_flight.difference_update(names)
+        self._new.difference_update(names)
 
     def give_up(self, names: Iterable[str]) -> None:
         """Stay with what was before the encodes of these names."""
         self._in_flight.difference_update(names)
+        for name in self._new.intersection(names):
+            del self._slots[name]
+        self._new.difference_update(names)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -44,8 +44,9 @@ class Request:
             for name, choice in choices.items()
             if getattr(self, name) not in get_args(choice)
         ]
-        if self.bucket_bytes < 1:
-            wrong.append(f"bucket_bytes is {self.bucket_bytes!r}, but must be at least 1")
+        nbytes: object = self.bucket_bytes  # callers need not heed types
+        if not isinstance(nbytes, int) or nbytes < 1:
+            wrong.append(f"bucket_bytes is {nbytes!r}, but must be a whole number, at least 1")
         if wrong:
             raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar, Unpack, cast
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flexcomm.calls import Call, Itinerary, calls_of, make_itinerary
 from flexcomm.compress import TensorSpec
-from flexcomm.errors import InvalidArgumentError, InvalidTensorError
+from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
 from flexcomm.outputs import check_outputs
 from flexcomm.routes import NonFinitePolicy, Request
 from flexcomm.transport import LoopbackTransport
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BUCKET_BYTES", "SyncHandle", "SyncOptions", "hierarchical_sync", "start_exchange", "start_sync"]
 
-BUCKET_BYTES = 8 << 20
+BUCKET_BYTES = 16 << 20
 """Dense bytes of a bucket. docs/benchmarks.md shows what other sizes cost."""
+
+_PIECE = re.compile(r"\[\d+:\d+\]$")
 
 T = TypeVar("T", Tensor, list[Tensor])
 
@@ -68,7 +71,7 @@ def hierarchical_sync(tensors: T, compressor: Compressor, **options: Unpack[Sync
 
 def start_sync(tensors: T, compressor: Compressor, **options: Unpack[SyncOptions]) -> SyncHandle[T]:
     """Start :func:`hierarchical_sync`, and return when everything is on its way between the nodes."""
-    world = options.get("world") or default_world()
+    world = _world_of(options)
     return _start(world, world.intra, tensors, compressor, options)
 
 
@@ -78,7 +81,7 @@ def start_exchange(shards: T, compressor: Compressor, **options: Unpack[SyncOpti
     Ranks of equal local rank pass equal shapes; the ranks of a node may hold unequal ones. What is done about a NaN is
     agreed among the former only.
     """
-    world = options.get("world") or default_world()
+    world = _world_of(options)
     return _start(world, LoopbackTransport(world.inter.timeout_s), shards, compressor, options)
 
 
@@ -111,6 +114,15 @@ class SyncHandle(Generic[T]):
         return self._call.record
 
 
+def _world_of(options: SyncOptions) -> World:
+    strange = options.keys() - SyncOptions.__annotations__.keys()
+    if strange:
+        raise InvalidArgumentError(
+            f"got {', '.join(sorted(strange))}, but the options are {', '.join(SyncOptions.__annotations__)}."
+        )
+    return options.get("world") or default_world()
+
+
 def _start(world: World, intra: Transport, tensors: T, compressor: Compressor, options: SyncOptions) -> SyncHandle[T]:
     single = isinstance(tensors, Tensor)
     xs = cast("list[Tensor]", [tensors] if single else list(tensors))
@@ -137,19 +149,32 @@ def _itinerary_for(
     )
     shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
     key = (shapes, dtypes, frozenset([x.device for x in tensors]), names, settings, intra is world.intra)
-    known = calls_of(world).itineraries
-    if key not in known:
+    calls = calls_of(world)
+    try:
+        known = calls.itineraries.get(key)
+    except TypeError as error:
+        raise CompressorError(
+            f"{compressor!r} cannot be hashed ({error}): make it a frozen dataclass, so that its plans can be kept."
+        ) from error
+    if known is None:
         request = Request(_specs_of(tensors, names), *settings)
-        known[key] = make_itinerary(world, intra, request, _device_of(tensors))
-    return known[key]
+        known = make_itinerary(world, intra, request, _device_of(tensors))
+        calls.remember(key, known)
+    return known
 
 
 def _specs_of(tensors: list[Tensor], names: tuple[str, ...] | None) -> tuple[TensorSpec, ...]:
     if names is None:
         names = tuple(str(number) for number in range(len(tensors)))
-    if len(names) != len(tensors) or len(set(names)) != len(names):
+    if len(names) != len(tensors) or len(set(names)) != len(names) or not all(isinstance(one, str) for one in names):
         raise InvalidArgumentError(
-            f"{len(tensors)} tensors need as many names, all different, but got {list(names)}: pass one for each."
+            f"{len(tensors)} tensors need as many names, all different strings, but got {list(names)}: pass one for "
+            f"each."
+        )
+    taken = [name for name in names if _PIECE.search(name)]
+    if taken:
+        raise InvalidArgumentError(
+            f"{', '.join(taken)}: names that end in [number:number] stand for pieces of tensors; choose others."
         )
     return tuple(TensorSpec(name, tuple(x.shape), x.dtype) for name, x in zip(names, tensors, strict=True))
 
@@ -161,7 +186,13 @@ def _device_of(tensors: list[Tensor]) -> torch.device:
             f"the tensors of one call are on {', '.join(sorted(map(str, devices)))}: move them to one device, or call "
             f"once for each."
         )
-    return devices.pop() if devices else torch.device("cpu")
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type not in ("cpu", "cuda") or any(x.layout is not torch.strided for x in tensors):
+        raise InvalidTensorError(
+            f"tensors are on {device}, with layouts {', '.join(sorted({str(x.layout) for x in tensors}))}: make them "
+            f"dense tensors on cpu or cuda."
+        )
+    return device
 
 
 def _outputs_for(tensors: list[Tensor], itinerary: Itinerary, out: Tensor | Sequence[Tensor] | None) -> list[Tensor]:

@@ -43,13 +43,15 @@ _DISAGREEMENTS = ("version", "plan hash", "step", "sequence")
 class Luggage:
     """What a walk takes along. ``tensors`` and ``outputs`` are those of the whole call; outputs are contiguous.
 
-    ``names[r][n]`` is what to call the rank that holds local rank r on node n.
+    ``unfit`` says why this rank has nothing fit to send, if it has nothing. ``names[r][n]`` is what to call the rank
+    that holds local rank r on node n.
     """
 
     route: Route
     tensors: list[Tensor]
     outputs: list[Tensor]
     momenta: list[Momentum]
+    unfit: str
     step: int
     sequence: int
     average: Average
@@ -89,6 +91,7 @@ def _load(luggage: Luggage, inputs: list[Tensor]) -> Cargo:
         senders=luggage.names[mine],
         memory=luggage.memory,
         record=luggage.record,
+        unfit=luggage.unfit,
     )
 
 

@@ -54,7 +54,9 @@ class Memory:
     def keep(self, name: str, make: Callable[[], T]) -> T:
         """Return what was made under that name."""
         if name not in self._kept:
-            self._kept[name] = make()
+            # Not as inference tensors, which no later call could write.
+            with torch.inference_mode(False):
+                self._kept[name] = make()
         return cast("T", self._kept[name])  # a name stands for one kind of thing
 
     def allocate(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:

@@ -55,7 +55,9 @@ def gather_exact_payloads(cargo: Cargo) -> Generator[Pending, Any, Incoming]:
     nbytes = cargo.encode_(desk.outgoing, cargo.inputs, cargo.momenta)
     told = (cargo.nodes - 1) * torch.int64.itemsize
     # Answered at once by everybody, so waiting for it costs little; then the long part can be left under way.
-    lengths = yield Pending(cargo.inter.all_gather(torch.tensor([nbytes])), "inter", told, told, may_rest=False)
+    lengths = yield Pending(
+        cargo.inter.all_gather(torch.tensor([nbytes], device="cpu")), "inter", told, told, may_rest=False
+    )
     counts: list[int] = lengths.view(-1).tolist()
     for sender, count in zip(cargo.senders, counts, strict=True):
         if not 0 < count <= most:

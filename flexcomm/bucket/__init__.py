@@ -6,6 +6,7 @@ keeps an ``Outgoing`` and an ``Incoming``, for which buffers are checked and cut
 so how tensors are put into buckets changes no bit of the result.
 """
 
+from flexcomm.bucket.checks import check_numbers
 from flexcomm.bucket.incoming import Incoming, Opened, decode_bucket_, decode_payloads_, regions_of, unchecked
 from flexcomm.bucket.outgoing import Outgoing, encode_bucket_, flag_bucket_
 from flexcomm.bucket.plans import BucketPlan, assemble_bucket, is_dense, plan_bucket, plan_tensor
@@ -16,6 +17,7 @@ __all__ = [
     "Opened",
     "Outgoing",
     "assemble_bucket",
+    "check_numbers",
     "decode_bucket_",
     "decode_payloads_",
     "encode_bucket_",

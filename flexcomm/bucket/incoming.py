@@ -99,6 +99,8 @@ class Incoming:
             if checker.find_fault():
                 for (region, _), payload in zip(self._framed, payloads, strict=True):
                     check_payload(self._words, region, payload, one, self._kernels)
+                everybody = ", ".join(region.sender for region, _ in self._framed)
+                raise WireError(everybody, "payload", f"one of them is damaged. {SENT_LIKE_THAT}")
         return self._readers
 
     def _open_varying(self, envelopes: Sequence[Envelope]) -> Sequence[Reader]:

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, get_args
 import torch
 
 from flexcomm.between import Algorithm
-from flexcomm.compress import TensorSpec, dense, top_k
-from flexcomm.errors import ConfigMismatchError, FlexcommError, InvalidArgumentError, NonFiniteError
+from flexcomm.compress import TensorSpec, demo, dense, top_k
+from flexcomm.errors import (
+    ConfigMismatchError,
+    FlexcommError,
+    InvalidArgumentError,
+    InvalidTensorError,
+    NonFiniteError,
+)
 from flexcomm.residuals import Residuals
 from flexcomm.sync import BUCKET_BYTES, SyncOptions, hierarchical_sync, start_exchange, start_sync
 from flexcomm.testing.expected import (
@@ -330,6 +336,21 @@ def names_are_told_apart(world: World) -> None:
     require_works(world)
 
 
+def residuals_that_do_not_fit_are_everybodys_affair(world: World) -> None:
+    """Also of ranks that keep no part of them; and the calls after that work."""
+    x, residuals = torch.ones(3, 70, device=world.device), Residuals()
+    options: SyncOptions = {"world": world, "residuals": residuals, "step": 0}
+    hierarchical_sync(x, demo(k=2, chunk=64), **options)
+    before = {name: state.clone() for name, state in residuals.state_dict().items()}
+    raised = error_of(lambda: hierarchical_sync(x, demo(k=2, chunk=32), **options))
+    kept = bool(before)
+    fits = isinstance(raised, InvalidTensorError if kept else NonFiniteError)
+    require(world, fits, f"all are told that residuals do not fit, but got {raised!r}")
+    require_states(world, residuals, before, "a call that fails leaves residuals as they were")
+    hierarchical_sync(x, demo(k=2, chunk=64), **options)
+    require_works(world)
+
+
 SYNC_LAWS: tuple[Callable[[World, Compressor], None], ...] = (
     replicas_hold_the_same_bits,
     nothing_is_lost_only_late,
@@ -349,6 +370,7 @@ CALL_LAWS: tuple[Callable[[World], None], ...] = (
     contributors_alone_can_be_averaged,
     calls_in_another_order_are_found_by_all,
     names_are_told_apart,
+    residuals_that_do_not_fit_are_everybodys_affair,
 )
 
 

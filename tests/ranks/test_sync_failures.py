@@ -88,6 +88,28 @@ def test_a_silent_rank_is_named_by_all_others_with_a_report(shape: Shape, tmp_pa
         assert [one["step"] for one in report["recent"]] == [0, 1]
 
 
+def miss_a_new_call(meeting: str) -> str:
+    """All but one rank are in their first call, which ranks compare before data moves."""
+    world = flexcomm.connect(timeout_s=PATIENCE_S)
+    pipes = [Path(meeting) / str(rank) for rank in range(world.topology.size) if rank != LOST]
+    if world.topology.rank == LOST:
+        return "\n".join(pipe.read_text() for pipe in pipes)
+    with pytest.raises(DeadlineExceededError) as caught:
+        start(world, flexcomm.Residuals(), 0)
+    (Path(meeting) / str(world.topology.rank)).write_text("given up")
+    return str(caught.value)
+
+
+def test_a_rank_that_misses_a_new_call_is_named_with_a_report(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "0")
+    told = run_ranks(
+        miss_a_new_call, 2, str(tmp_path), ranks_per_node=1, environ={"FLEXCOMM_DUMP_DIR": str(tmp_path / "reports")}
+    )
+    assert f"No answer came from rank {LOST}: look there first." in told[0]
+    (path,) = (tmp_path / "reports").glob("flexcomm-rank0-*.json")
+    assert str(path) in told[0]
+
+
 def lose_a_rank(when: str) -> str:
     """What a survivor has in the end: everything, as in the rehearsal, or an error and nothing changed."""
     world = flexcomm.connect(timeout_s=30)

@@ -115,7 +115,17 @@ def _codelet(name: str, program: butterflies.Program, *, of_turned: bool = False
     transposed matrix: there are eight rows then, of 64 elements each.
     """
 
-    def build(_typing: Any, source: Any, begin: Any, pitch: Any, target: Any, there: Any, its: Any, factor: Any) -> Any:  # noqa: ARG001  (numba takes the arguments' names from here)
+    # numba takes the arguments' names from here.
+    def build(
+        _typing: Any,
+        source: Any,
+        source_begin: Any,  # noqa: ARG001
+        source_pitch: Any,  # noqa: ARG001
+        target: Any,
+        target_begin: Any,  # noqa: ARG001
+        target_pitch: Any,  # noqa: ARG001
+        factor: Any,  # noqa: ARG001
+    ) -> Any:
         def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             known = builder.module.globals.get(name)
             function = known or _define(builder.module, name, program, of_turned=of_turned, turned=turned)
