@@ -13,7 +13,7 @@ import torch
 import typer
 
 import flexcomm
-from bench.collectives import describe_link, describe_world
+from bench.collectives import LinkOption, describe_link, describe_world
 from bench.collectives_link import Link, find_link
 from bench.collectives_start import start_two_ranks
 from bench.collectives_tables import show_size
@@ -39,13 +39,17 @@ ModelOption = Annotated[str, typer.Option(help="Whose gradients fill the buckets
 
 
 def sync(
-    model: ModelOption = "23m", json_file: JsonOption = None, quick: QuickOption = False, check: CheckOption = False
+    model: ModelOption = "23m",
+    link_rate: LinkOption = None,
+    json_file: JsonOption = None,
+    quick: QuickOption = False,
+    check: CheckOption = False,
 ) -> None:
     """Measure overhead of a small call, what of the wire stays exposed behind computation, memory, and bucket sizes.
 
     Seconds are those of the slowest rank, medians over rounds.
     """
-    link = find_link(None)
+    link = find_link(link_rate)
     if read_launcher(os.environ).launcher == "none":
         raise typer.Exit(start_two_ranks())
     torch.set_num_threads(1)
