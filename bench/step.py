@@ -14,7 +14,7 @@ import torch
 import typer
 
 import flexcomm
-from bench.collectives import describe_link, describe_world
+from bench.collectives import LinkOption, describe_link, describe_world
 from bench.collectives_arguments import check_count
 from bench.collectives_link import Link, find_link
 from bench.collectives_start import start_two_ranks
@@ -64,10 +64,6 @@ ModelOption = Annotated[str, typer.Option(help="23m, 124m (GPT-2 small), or tiny
 IterationsOption = Annotated[int, typer.Option("-n", "--iterations", help="Timed steps of each method.")]
 WarmupsOption = Annotated[int, typer.Option("-w", "--warmup-iterations", help="Steps before, which do not count.")]
 MethodsOption = Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}; or all.")]
-LinkOption = Annotated[
-    str | None,
-    typer.Option(metavar="RATE", help="What a node's link carries, such as 1gbit; an emulated cable says it itself."),
-]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -57,8 +58,8 @@ class Itinerary:
     """What calls that ask for the same have in common, on rank ``rank`` of ``ranks`` in each of ``nodes`` nodes.
 
     ``whole`` says whether all ranks take part, or those of one local rank alone. ``senders[r][n]`` is what to call the
-    rank that holds local rank r on node n. ``agreed_after`` are the calls before, none included, after which all
-    ranks were found to ask for this.
+    rank that holds local rank r on node n. ``agreed_after`` are the numbers of the calls before, 0 for none, after
+    which all ranks were found to ask for this: numbers, for one that is forgotten must not live on here.
     """
 
     request: Request
@@ -68,7 +69,8 @@ class Itinerary:
     rank: int
     whole: bool
     senders: list[list[str]]
-    agreed_after: set[Itinerary | None] = field(default_factory=set)
+    number: int = field(default_factory=count(1).__next__)
+    agreed_after: set[int] = field(default_factory=set)
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -109,7 +111,7 @@ class Calls:
     itineraries: dict[Hashable, Itinerary] = field(default_factory=dict)
 
     def remember(self, key: Hashable, itinerary: Itinerary) -> None:
-        """Keep an itinerary. All ranks make the same calls, so they forget the same ones."""
+        """Keep an itinerary. What was agreed stays agreed, so ranks need not forget the same ones."""
         if len(self.itineraries) >= _MOST_ITINERARIES:
             del self.itineraries[next(iter(self.itineraries))]
         self.itineraries[key] = itinerary
@@ -118,12 +120,13 @@ class Calls:
         """Return when all ranks concerned ask for the same, and asked for the same before."""
         # The ranks of a node may exchange different shards: those are no business of all ranks.
         previous = self.previous_whole if itinerary.whole else self.previous
-        if previous not in itinerary.agreed_after:
+        number = 0 if previous is None else previous.number
+        if number not in itinerary.agreed_after:
             before = "none" if previous is None else str(previous.request.fields())
             verb = "start_sync" if itinerary.whole else "start_exchange"
             agree = world.agree if itinerary.whole else world.agree_between
             agree(itinerary.request.fields() | {"call": verb, "call before": before})
-            itinerary.agreed_after.add(previous)
+            itinerary.agreed_after.add(number)
         self.previous = itinerary
         if itinerary.whole:
             self.previous_whole = itinerary

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -93,9 +95,13 @@ def test_a_first_call_that_fails_leaves_no_residual_behind(world: World) -> None
 
 
 def test_shapes_that_keep_changing_do_not_fill_the_memory(world: World) -> None:
-    for length in range(1, _MOST_ITINERARIES + 20):
+    hierarchical_sync(torch.ones(1), flexcomm.dense(), world=world)
+    (first,) = map(weakref.ref, calls_of(world).itineraries.values())
+    for length in range(2, _MOST_ITINERARIES + 20):
         hierarchical_sync(torch.ones(length), flexcomm.dense(), world=world)
     assert len(calls_of(world).itineraries) == _MOST_ITINERARIES
+    gc.collect()
+    assert first() is None, "a forgotten call still holds its buffers"
 
 
 def test_a_burst_of_calls_gives_its_memory_back(world: World) -> None:

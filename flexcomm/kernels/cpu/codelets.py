@@ -68,6 +68,8 @@ def _transform(builder: Any, program: butterflies.Program, inputs: Vectors) -> V
             rows[j] = builder.fadd(times(c2, x), times(c3, y))
         elif code == butterflies.SCALE:
             rows[i] = times(c0, x)
+        else:
+            raise ValueError(f"codelets know no step {code}: lists of odd lengths have it, and need a loop.")
     return [rows[row] for row in program.outputs]
 
 
