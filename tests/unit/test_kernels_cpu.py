@@ -14,11 +14,22 @@ import torch
 
 from flexcomm.compress import Identity, Pipeline, TensorSpec, TopK, draw_for
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.kernels import KERNELS_VARIABLE, ReferenceKernels, Selection, TensorPlan, ValueCode, choose_kernels
+from flexcomm.kernels import (
+    KERNELS_VARIABLE,
+    NO_DRAW,
+    Momentum,
+    Payload,
+    ReferenceKernels,
+    Selection,
+    TensorPlan,
+    ValueCode,
+    choose_kernels,
+)
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.kernels.cpu.shares import cut_up
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.coefficients import encode, sent_coefficients
+from flexcomm.wire import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,3 +181,16 @@ def test_a_second_process_compiles_nothing_again() -> None:
     command = [sys.executable, "-c", ENCODE_ONCE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "1 0\n"
+
+
+@pytest.mark.parametrize("length", [300, 257, 320])
+def test_the_largest_are_found_also_behind_the_last_whole_vector_of_a_long_chunk(length: int) -> None:
+    keep = 5
+    x = torch.arange(float(length)) + 1.0
+    plan = TensorPlan(1, length, 1, length, False, Selection.LARGEST, keep, ValueCode.FP32)
+    layout = plan_layout(plan, plan.entries)
+    words, out = torch.zeros(layout.nwords, dtype=torch.int32), torch.empty(length)
+    kernels = CpuKernels(1)
+    assert kernels.encode_(x, words, plan, layout, NO_DRAW, Momentum())
+    kernels.decode_(words, [Payload(0, layout)], plan, NO_DRAW, "nodes", out)
+    assert torch.equal(out, torch.where(x > length - keep, x, 0.0))
