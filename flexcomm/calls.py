@@ -178,6 +178,7 @@ class Call:
         self._taken: list[tuple[Stage, Memory]] = []
         self._refusal: FlexcommError | None = None
         self._error: BaseException | None = None
+        self._committed = False
 
     def start(self) -> None:
         """Take every bucket to where it is between nodes; the next one is encoded while one is on the wire."""
@@ -230,6 +231,15 @@ class Call:
         """Raise what went wrong."""
         if self._error is not None:
             raise self._error
+
+    def undo(self) -> None:
+        """Give the residuals back what this call took out of them, and take what it added; once, and if it changed any.
+
+        For those who find, after a call succeeded, that what it belongs to did not.
+        """
+        if self._residuals is not None and self._committed:
+            self._committed = False
+            self._residuals.undo(self._lent)
 
     def has_arrived(self) -> bool:
         return all(walker.has_arrived() for walker in self._walks)
@@ -284,6 +294,7 @@ class Call:
             self.record.skipped = 1
         if self._residuals is not None:
             (self._residuals.give_up if flagged else self._residuals.commit)(self._lent)
+            self._committed = not flagged
             self._residuals.release(self._itinerary.names)
         for stage, memory in self._taken:
             if len(stage.free) < _MOST_SPARE:

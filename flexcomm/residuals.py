@@ -29,13 +29,16 @@ class _Slot(NamedTuple):
 class Residuals:
     """The memory of a compressor: ``decay * residual + gain * x`` is what is compressed, the rest is kept.
 
-    ``decay=1.0`` is error feedback, less is a momentum. States are float32, in the compressor's coordinates, and of
-    this rank's part of each tensor only. A sync that fails leaves them as they were, so each takes its memory twice.
+    ``decay=1.0`` is error feedback, less is a momentum. ``alpha`` is the share of what was sent that is taken out: less
+    than 1 lets it go on for some time. All three may change from call to call. States are float32, in the compressor's
+    coordinates, and of this rank's part of each tensor only. A sync that fails leaves them as they were, so each takes
+    its memory twice.
     """
 
-    def __init__(self, decay: float = 1.0, gain: float = 1.0) -> None:
+    def __init__(self, decay: float = 1.0, gain: float = 1.0, alpha: float = 1.0) -> None:
         self.decay = decay
         self.gain = gain
+        self.alpha = alpha
         self._slots: dict[str, _Slot] = {}
         self._in_flight: set[str] = set()
         self._new: set[str] = set()
@@ -90,7 +93,7 @@ class Residuals:
                 f"residuals, or reset these."
             )
         self._in_flight.add(name)
-        return Momentum(slot.state, slot.spare, self.decay, self.gain * share)
+        return Momentum(slot.state, slot.spare, self.decay, self.gain * share, self.alpha)
 
     def commit(self, names: Iterable[str]) -> None:
         """Keep what the encodes of these names left."""
@@ -106,6 +109,14 @@ class Residuals:
         for name in self._new.intersection(names):
             del self._slots[name]
         self._new.difference_update(names)
+
+    def undo(self, names: Iterable[str]) -> None:
+        """Go back to what was before the last :meth:`commit` of these names. Not twice: that goes forward again."""
+        for name in names:
+            if name in self._in_flight:
+                raise InvalidArgumentError(f"{name} was used again since, and cannot go back: undo it before.")
+            state, spare = self._slots[name]
+            self._slots[name] = _Slot(spare, state)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -23,11 +23,21 @@ if TYPE_CHECKING:
     from flexcomm.between import Algorithm
     from flexcomm.compress import Compressor
     from flexcomm.kernels import Average
+    from flexcomm.pieces import Piece
     from flexcomm.residuals import Residuals
     from flexcomm.stats import SyncRecord
     from flexcomm.transport import Transport
 
-__all__ = ["BUCKET_BYTES", "SyncHandle", "SyncOptions", "hierarchical_sync", "start_exchange", "start_sync"]
+__all__ = [
+    "BUCKET_BYTES",
+    "SyncHandle",
+    "SyncOptions",
+    "default_world",
+    "hierarchical_sync",
+    "plan_residuals",
+    "start_exchange",
+    "start_sync",
+]
 
 BUCKET_BYTES = 16 << 20
 """Dense bytes of a bucket. docs/benchmarks.md shows what other sizes cost."""
@@ -85,6 +95,26 @@ def start_exchange(shards: T, compressor: Compressor, **options: Unpack[SyncOpti
     return _start(world, LoopbackTransport(world.inter.timeout_s), shards, compressor, options)
 
 
+def plan_residuals(
+    tensors: list[Tensor], compressor: Compressor, *, inside: bool, **options: Unpack[SyncOptions]
+) -> list[Piece | None]:
+    """Return, for each tensor, the piece that this rank's residuals hold: None if it holds nothing of it.
+
+    ``inside`` says whether the ranks of a node add up their tensors, as in ``start_sync``, or not, as in
+    ``start_exchange``. Nothing is sent. The state of a piece is called ``piece.spec.name`` and float32 of
+    ``piece.plan.state_shape``.
+    """
+    world = _world_of(options)
+    intra = world.intra if inside else LoopbackTransport(world.inter.timeout_s)
+    itinerary = _itinerary_for(world, intra, tensors, compressor, options)
+    held: list[Piece | None] = [None] * len(tensors)
+    for stage in itinerary.stages:
+        route = stage.route
+        for number, piece in zip(route.numbers[intra.rank], route.pieces[intra.rank], strict=True):
+            held[number] = piece
+    return held
+
+
 @lru_cache(maxsize=1)
 def default_world() -> World:
     """Return the world of calls that name none, connected when first needed."""
@@ -107,6 +137,13 @@ class SyncHandle(Generic[T]):
     def done(self) -> bool:
         """Return whether what was sent between nodes has arrived: then ``wait`` has the rest to do."""
         return self._call.has_arrived()
+
+    def undo(self) -> None:
+        """Take back what this call did to its residuals, if it did, before another call uses them.
+
+        For a step of several calls, one of which failed. All ranks do it, or none.
+        """
+        self._call.undo()
 
     @property
     def record(self) -> SyncRecord:

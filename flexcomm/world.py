@@ -25,6 +25,7 @@ from flexcomm.topology import (
     ranks_per_node_from,
     read_launcher,
 )
+from flexcomm.transport import LoopbackTransport
 from flexcomm.transport.mpi_job import place_in_shared_memory, started_communicator
 from flexcomm.transport.torch_distributed import nccl_is_usable
 from flexcomm.version import __version__
@@ -91,6 +92,15 @@ class World:
     def enter(self, record: SyncRecord, **remarks: int) -> None:
         """Add a synchronisation to the statistics."""
         self._ledger.enter(record, **remarks)
+
+    def alone(self) -> World:
+        """Return this rank's node as a world of its own, with the same statistics; it ends with this one.
+
+        Ranks of all nodes ask it for the same: what is new is still compared among everybody.
+        """
+        inter = LoopbackTransport(self.inter.timeout_s)
+        topology = replace(self.topology, members=(self.topology.members[self.topology.node],))
+        return replace(self, topology=topology, inter=inter, _agreement_between=Agreement(inter), _closers=[])
 
     def close(self) -> None:
         """Give back the groups and communicators this world made. All ranks call it; calling again does nothing."""

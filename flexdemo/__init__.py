@@ -1,3 +1,7 @@
 """Optimizers and hooks that train over slow links, built on flexcomm."""
 
-__all__: list[str] = []
+from flexdemo.adamw import FlexDeMoAdamW
+from flexdemo.optimizer import FlexDeMo
+from flexdemo.settings import Outer
+
+__all__ = ["FlexDeMo", "FlexDeMoAdamW", "Outer"]

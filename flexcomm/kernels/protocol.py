@@ -34,13 +34,14 @@ class Momentum(NamedTuple):
     """What was not sent before, and how it joins what comes: ``decay * state + gain * coefficients``.
 
     ``state`` is float32 of ``plan.state_shape``; what is not sent now goes to ``next_state``, which may be the same
-    memory. ``None``: nothing is remembered.
+    memory. ``None``: nothing is remembered. Of what is sent, the share ``alpha`` is taken out.
     """
 
     state: Tensor | None = None
     next_state: Tensor | None = None
     decay: float = 1.0
     gain: float = 1.0
+    alpha: float = 1.0
 
 
 class Survey(NamedTuple):
@@ -117,8 +118,8 @@ class Kernels(Protocol):
     ) -> bool:
         """Fill ``words`` with the payload and move what it holds out of the state.
 
-        Keeps ``decay * state + gain * coefficients == decoded + next_state``. False if something sent is not finite,
-        which happens for a fit ``x`` only if the state was broken before.
+        Keeps ``decay * state + gain * coefficients == alpha * decoded + next_state``. False if something sent is not
+        finite, which happens for a fit ``x`` only if the state was broken before.
         """
         ...
 

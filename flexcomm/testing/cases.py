@@ -89,7 +89,7 @@ class Case:
             "first": (None, new),
             "last": (old, None),
         }[self.memory]
-        return Momentum(state, next_state, decay=0.875, gain=0.75)
+        return Momentum(state, next_state, decay=0.875, gain=0.75, alpha=(1.0, 1.0, 0.3)[self.seed % 3])
 
 
 def sampled_cases(count: int, seed: int = 0) -> list[Case]:

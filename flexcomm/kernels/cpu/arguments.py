@@ -54,7 +54,7 @@ __all__ = [
 NO_COUNTS = np.empty((0, 0), np.int64)
 _NO_FLOATS = np.empty((0, 0), np.float32)
 _NO_SINGLES, _NO_DOUBLES, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.float64), np.empty(0, np.uint16)
-_ONE = np.float32(1.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _KINDS = {torch.float32: FLOAT32, torch.float64: FLOAT64, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
@@ -146,12 +146,13 @@ def drawn(job: Job, draw: Draw) -> Job:
 def source_of(x: Tensor, plan: TensorPlan, momentum: Momentum, outline: Outline) -> Source:
     """Return what the loops read."""
     decay, factor = np.float32(momentum.decay), np.float32(plan.scale(momentum.gain))
-    return Source(_memory(x), as_floats(momentum.state), decay, factor, *outline.forward)
+    stays = np.float32(1.0 - momentum.alpha)
+    return Source(_memory(x), as_floats(momentum.state), decay, factor, stays, *outline.forward)
 
 
 def target_of(out: Tensor, plan: TensorPlan, outline: Outline) -> Source:
     """Return what the loops write."""
-    return Source(_memory(out), _NO_FLOATS, _ONE, np.float32(plan.scale(1.0)), *outline.inverse)
+    return Source(_memory(out), _NO_FLOATS, _ONE, np.float32(plan.scale(1.0)), _ZERO, *outline.inverse)
 
 
 def before_of(counts: Sequence[Tensor]) -> NDArray[np.int64]:

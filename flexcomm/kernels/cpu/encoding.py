@@ -15,7 +15,7 @@ from flexcomm.kernels.cpu.values import put_values
 from flexcomm.kernels.plan import IndexCode, Selection
 
 if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Floats, FullWords, Int, Longs
+    from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, Longs
     from flexcomm.kernels.cpu.records import Coding, Desk, Job, Source, Target
 
 __all__ = ["encode_chunks", "write_counts"]
@@ -48,7 +48,7 @@ def encode_chunks(
         if coding.code != _NO_INDEX:
             put_index_run(target.indices, target.index_origin, begin, many, job, coding, start, desk)
         put_values(target, start * job.value_bits - target.value_origin, begin, many, job, count, desk)
-        give_back(rows, count, desk)
+        give_back(rows, count, desk, source.stays)
     return broken
 
 
@@ -63,13 +63,22 @@ def take(rows: Floats, count: Int, desk: Desk) -> None:
 
 
 @compiled
-def give_back(rows: Floats, count: Int, desk: Desk) -> None:
-    """Put what was not sent of the picked coefficients where they were."""
+def give_back(rows: Floats, count: Int, desk: Desk, stays: Float) -> None:
+    """Put what was not sent of the picked coefficients where they were, and the share of what was that stays."""
+    if stays != 0:
+        add_what_stays(rows, count, desk, stays)
     if count == rows.size:
         rows[:] = desk.taken[:count]
         return
     for entry in range(count):
         rows[desk.picks[entry]] = desk.taken[entry]
+
+
+@compiled
+def add_what_stays(rows: Floats, count: Int, desk: Desk, stays: Float) -> None:
+    for entry in range(count):
+        picked = rows[entry] if count == rows.size else rows[desk.picks[entry]]
+        desk.taken[entry] += stays * (picked - desk.taken[entry])
 
 
 @compiled

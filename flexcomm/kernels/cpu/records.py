@@ -79,12 +79,16 @@ class Memory(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What is encoded: a tensor's memory, what joins it, and the lists that transform a chunk's columns and rows."""
+    """What is encoded: a tensor's memory, what joins it, and the lists that transform a chunk's columns and rows.
+
+    ``stays`` is the share of what is sent that is not taken out of the state.
+    """
 
     memory: Memory
     state: Floats
     decay: Float
     factor: Float
+    stays: Float
     down: Transform
     along: Transform
 

@@ -57,7 +57,7 @@ struct Job {
     i64 element, numel, first, senders, by_contributors;
     // The block's share: chunks side by side, distance of rows in each of its areas, and where those begin, in words.
     i64 group, solo, pitch, pitch_down, pitch_along, turned_at, marks_at, ranks_at, block_words;
-    float decay, factor;
+    float decay, factor, stays, padding;
     Transform down, along;
     Section own;
     const Section* sections;
@@ -733,7 +733,8 @@ __device__ void send_chunk(Block& block, const Job& job, i64 chunk) {
         u32 code = quantise(job.values, value, scales);
         put_index(job, at, count, i, entry);
         put(job.words, at.value_bit + entry * job.value_bits, code, (u32)job.value_bits);
-        row[team.at(i)] = value - dequantise(job.values, code, scales);
+        float unsent = value - dequantise(job.values, code, scales);
+        row[team.at(i)] = job.stays == 0.0f ? unsent : unsent + job.stays * (value - unsent);
         broken |= magnitude_of(value) >= INFINITE;
     });
     if (broken) atomicMax(job.answer, (u64)1);

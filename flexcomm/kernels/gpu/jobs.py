@@ -50,6 +50,7 @@ def coefficients_job(x: Tensor, plan: TensorPlan, draw: Draw, momentum: Momentum
     """Return a job that can compute ``decay * state + gain * coefficients`` of ``x``."""
     job = plan_job(plan, draw)
     job.element, job.decay, job.factor = ELEMENTS[x.dtype], momentum.decay, plan.scale(momentum.gain)
+    job.stays = 1.0 - momentum.alpha
     job.point(memory=x.detach().contiguous(), state=None if momentum.state is None else momentum.state.contiguous())
     _add_transforms(job, plan, x.device, inverse=False)
     return job

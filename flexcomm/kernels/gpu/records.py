@@ -44,6 +44,8 @@ class Job(ctypes.Structure):
         ],
         ("decay", ctypes.c_float),
         ("factor", ctypes.c_float),
+        ("stays", ctypes.c_float),
+        ("padding", ctypes.c_float),
         ("down", Transform),
         ("along", Transform),
         ("own", Section),

@@ -11,7 +11,7 @@ from flexcomm.kernels.plain import PlainReader, PlainWriter
 from flexcomm.kernels.plan import IndexCode, ValueCode
 from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
 from flexcomm.kernels.reference.bits import get, put, to_bits, to_words
-from flexcomm.kernels.reference.floats import divided, magnitude_bits
+from flexcomm.kernels.reference.floats import divided, magnitude_bits, rounded
 from flexcomm.kernels.reference.hashing import GOLDEN, LOW32, mix32
 from flexcomm.kernels.reference.indices import get_indices, put_indices
 from flexcomm.kernels.reference.selection import select, select_shared
@@ -70,7 +70,8 @@ class ReferenceKernels:
         put(bits, 32 * layout.values, codes, plan.values.bits)
         words.copy_(to_words(bits))
         if momentum.next_state is not None:
-            coefficients[chosen] = picked - dequantise(codes, scales, chosen, plan.values)
+            unsent = picked - dequantise(codes, scales, chosen, plan.values)
+            coefficients[chosen] = _taken_out(picked, unsent, momentum.alpha)
             momentum.next_state.copy_(coefficients)
         return bool(picked.isfinite().all())
 
@@ -144,3 +145,8 @@ def _counts_of(payload: Payload, plan: TensorPlan, device: torch.device) -> Tens
     if payload.counts is not None:
         return payload.counts
     return torch.full((plan.chunks,), plan.keep, device=device)
+
+
+def _taken_out(picked: Tensor, unsent: Tensor, alpha: float) -> Tensor:
+    """Return what stays of picked coefficients: what was not sent of them, and the share of the rest not taken out."""
+    return unsent if alpha == 1.0 else unsent + rounded(1.0 - alpha) * (picked - unsent)

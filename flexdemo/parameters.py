@@ -1,0 +1,86 @@
+"""Parameters: what this rank holds of each, what it is called, and whether its gradient is averaged in the node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
+
+from flexcomm import InvalidArgumentError, TopologyError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flexcomm import Topology
+
+__all__ = ["Group", "check_parameter", "gradient_of", "is_sharded", "local", "names_of", "wrapped_like"]
+
+Group = dict[str, Any]
+"""One of torch's ``param_groups``: torch itself types their values as Any."""
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def names_of(groups: list[Group]) -> list[list[str]]:
+    """Return what the parameters of each group are called: as the user named them, else by their number.
+
+    Numbers count through all groups, as torch's ``state_dict`` does.
+    """
+    names, count = [], 0
+    for group in groups:
+        numbered = [str(number) for number in range(count, count + len(group["params"]))]
+        names.append(list(group.get("param_names", numbered)))
+        count += len(numbered)
+    return names
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Return whether it is a shard of FSDP's, whose gradients are averaged inside the node before anyone sees them."""
+    return isinstance(param, DTensor | FlatParameter)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: the same memory, outside of autograd."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def gradient_of(param: Tensor) -> Tensor:
+    """Return this rank's gradient; zeros if there is none, because other ranks may have one."""
+    if param.grad is None:
+        return torch.zeros_like(local(param), memory_format=torch.contiguous_format)
+    return local(param.grad)
+
+
+def wrapped_like(tensor: Tensor, param: Tensor) -> Tensor:
+    """Return a local tensor as what a gradient of ``param`` is."""
+    if not isinstance(param, DTensor):
+        return tensor
+    return DTensor.from_local(
+        tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def check_parameter(param: Tensor, name: str, topology: Topology) -> None:
+    """Raise unless a parameter can be exchanged between nodes."""
+    if param.dtype not in _DTYPES:
+        raise InvalidArgumentError(
+            f"{name} is {param.dtype}, but only {', '.join(map(str, _DTYPES))} can be exchanged: leave it out."
+        )
+    if isinstance(param, DTensor):
+        _check_shards(param, name, topology)
+
+
+def _check_shards(param: DTensor, name: str, topology: Topology) -> None:
+    node = topology.members[topology.node]
+    strangers = sorted(set(param.device_mesh.mesh.flatten().tolist()) - set(node))
+    if strangers:
+        raise TopologyError(
+            f"{name} is spread over ranks {strangers}, which are not on this node (ranks {list(node)}), so torch "
+            f"averages its gradients between nodes itself. Shard inside the node only: fully_shard(model, "
+            f"mesh=mesh['shard']) with the one axis of a mesh whose ranks share a node."
+        )
+    if any(placement.is_partial() for placement in param.placements):
+        raise InvalidArgumentError(f"{name} holds partial sums ({param.placements}): redistribute it first.")

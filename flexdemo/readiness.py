@@ -1,0 +1,96 @@
+"""Readiness: which gradients a backward pass has made, counted lot by lot."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch.distributed.fsdp import FlatParameter
+
+from flexcomm import InvalidArgumentError
+from flexdemo.parameters import local
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
+
+    from flexdemo.lots import Lot
+
+__all__ = ["Readiness"]
+
+
+class Readiness:
+    """Launches lots, always in the same order, each when all its gradients are there and the ones before are launched.
+
+    All ranks must start collectives in one order, but gradients come in any, and some never. What is not launched by
+    the end of the backward pass is launched by :meth:`launch_rest`.
+    """
+
+    def __init__(self, launch: Callable[[Lot], None]) -> None:
+        self._launch = launch
+        self._lots: list[Lot] = []
+        self._lot_of: dict[Tensor, int] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._paused = False
+        self.reset()
+
+    def watch(self, lots: list[Lot], *, early: bool) -> None:
+        """Count these lots' gradients from now on; without ``early``, wait for :meth:`launch_rest`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._lots = lots
+        self._lot_of = {param: number for number, lot in enumerate(lots) for param in lot.params}
+        # A flat parameter of FSDP1 holds the whole unit's gradient when its hooks run.
+        watched = [param for param in self._lot_of if early and not isinstance(param, FlatParameter)]
+        self._hooks = [param.register_post_accumulate_grad_hook(self._note) for param in watched]  # type: ignore[no-untyped-call]
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._versions: dict[Tensor, int] = {}
+        self._missing = [len(lot.params) for lot in self._lots]
+        self._launched = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing: gradients are still being accumulated."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def launch_rest(self) -> None:
+        """Launch what was not, whether or not its gradients are there."""
+        while self._launched < len(self._lots):
+            self._launch_next()
+
+    def check_unchanged(self) -> None:
+        """Raise if a gradient is no longer what was launched."""
+        for param, version in self._versions.items():
+            if self._lot_of[param] >= self._launched:
+                continue
+            if param.grad is None or local(param.grad)._version != version:
+                raise InvalidArgumentError(
+                    "a gradient was changed after its exchange had begun. With overlap=True gradients leave during "
+                    "backward(): use overlap=False to clip or unscale them, and no_sync() to accumulate them."
+                )
+
+    def _note(self, param: Tensor) -> None:
+        if self._paused or param.grad is None:
+            return
+        if param in self._versions:
+            raise InvalidArgumentError(
+                "backward() ran twice before step(), and gradients are on their way since the first. Accumulate in "
+                "`with optimizer.no_sync():` and leave it for the last backward(), or use overlap=False."
+            )
+        self._versions[param] = local(param.grad)._version
+        self._missing[self._lot_of[param]] -= 1
+        while self._launched < len(self._lots) and self._missing[self._launched] == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self._launched += 1
+        self._launch(self._lots[self._launched - 1])
