@@ -8,7 +8,6 @@ row at its own place.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from flexcomm import World
 
-__all__ = ["NodeAxis", "OtherNodes", "node_axis_of"]
+__all__ = ["NodeAxis", "OtherNodes"]
 
 OtherNodes = Literal["error", "mean", "reset"]
 """What to do with state of another number of nodes: refuse it, give every node the mean of all, or begin at zero."""
@@ -35,7 +34,14 @@ class NodeAxis:
         self._topology = world.topology
         self._mesh: DeviceMesh | None = None
         if world.topology.size > 1 and dist.is_initialized():
-            self._mesh = DeviceMesh(world.device.type, world.topology.members, mesh_dim_names=("node", "local_rank"))
+            # Without groups of its own: checkpoints ask where a row belongs, and send nothing. Making groups takes all
+            # ranks of the job, and this world may be a part of it.
+            self._mesh = DeviceMesh(
+                world.device.type,
+                world.topology.members,
+                mesh_dim_names=("node", "local_rank"),
+                _init_backend=False,
+            )
 
     def stacked(self, tensor: Tensor, length: int) -> Tensor:
         """Return a tensor of this rank as its row among all ranks', each of ``length`` elements, zeros at the end."""
@@ -92,14 +98,3 @@ class NodeAxis:
 def _rows_of(stacked: Tensor) -> Tensor:
     with torch.no_grad():
         return stacked.to_local() if isinstance(stacked, DTensor) else stacked
-
-
-_axes: WeakKeyDictionary[World, NodeAxis] = WeakKeyDictionary()
-
-
-def node_axis_of(world: World) -> NodeAxis:
-    """Return a world's node axis. All ranks ask for it first at the same time: its groups are made then."""
-    axis = _axes.get(world)
-    if axis is None:
-        axis = _axes[world] = NodeAxis(world)
-    return axis

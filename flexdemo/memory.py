@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint import node_axis_of
+from flexdemo.checkpoint import NodeAxis
 from flexdemo.parameters import local, wrapped_like
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class NodeMemory:
 
     def __init__(self, world: World, feed: Feed, local_steps: LocalSteps | None) -> None:
         self._world, self._feed, self._local_steps = world, feed, local_steps
-        self._axis = node_axis_of(world)
+        self._axis = NodeAxis(world)
         self._slots: dict[Parameter, dict[str, _Slot]] = {}
         self._lengths: dict[Parameter, int] = {}
 
