@@ -33,7 +33,9 @@ class NodeAxis:
     def __init__(self, world: World) -> None:
         self._topology = world.topology
         self._mesh: DeviceMesh | None = None
+        self._nodes = self._ranks = 1
         if world.topology.size > 1 and dist.is_initialized():
+            self._nodes, self._ranks = world.topology.nodes, world.topology.local_size
             # Without groups of its own: checkpoints ask where a row belongs, and send nothing. Making groups takes all
             # ranks of the job, and this world may be a part of it.
             self._mesh = DeviceMesh(
@@ -59,7 +61,7 @@ class NodeAxis:
     def check_owner(self, owner: Tensor) -> None:
         """Raise if a stamp is another rank's, unless it comes from another number of nodes."""
         rows = _rows_of(owner)
-        if owner.shape[0] == self._topology.nodes and int(rows.reshape(-1)[0]) != self._topology.rank:
+        if owner.shape[0] == self._nodes and int(rows.reshape(-1)[0]) != self._topology.rank:
             raise InvalidArgumentError(
                 f"this state was saved by rank {int(rows.reshape(-1)[0])}, but this is rank {self._topology.rank}: "
                 f"momenta differ from node to node. Save and load on every rank, each its own file, or save by "
@@ -70,13 +72,13 @@ class NodeAxis:
         """Return this rank's tensor of that shape out of all ranks' rows."""
         nodes, ranks, length = stacked.shape
         numel = torch.Size(shape).numel()
-        if ranks != self._topology.local_size or length < numel:
+        if ranks != self._ranks or length < numel:
             raise InvalidArgumentError(
                 f"the saved {name} has rows of {length} elements for {ranks} ranks per node, but here {numel} are "
-                f"needed for {self._topology.local_size}: parameters, compressor or ranks per node changed. Load with "
+                f"needed for {self._ranks}: parameters, compressor or ranks per node changed. Load with "
                 f"the same, or without the optimizer's state."
             )
-        if nodes == self._topology.nodes:
+        if nodes == self._nodes:
             return _rows_of(stacked).reshape(-1)[:numel].reshape(shape)
         if other_nodes == "reset":
             return stacked.new_zeros(shape) if not isinstance(stacked, DTensor) else _rows_of(stacked).new_zeros(shape)

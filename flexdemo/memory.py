@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from flexcomm import InvalidArgumentError
 from flexdemo.checkpoint import NodeAxis
 from flexdemo.parameters import local, wrapped_like
+from flexdemo.slots import find_slots, load_states, longest_on_node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.nn import Parameter
 
-    from flexcomm import Residuals, World
-    from flexcomm.pieces import Piece
+    from flexcomm import World
     from flexdemo.checkpoint import OtherNodes
-    from flexdemo.exchange import Exchange, Terms
     from flexdemo.feed import Feed
     from flexdemo.local_steps import LocalSteps
-    from flexdemo.lots import Lot
     from flexdemo.parameters import Group
+    from flexdemo.slots import Slot, States
 
 __all__ = ["NodeMemory"]
 
@@ -35,42 +32,29 @@ ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
 """Where nodes were together last, how they moved then, and where this one is now."""
 
 
-class _Slot(NamedTuple):
-    """Where a residual is kept, and the length of the longest on this node; without a piece, this rank has none."""
-
-    residuals: Residuals
-    piece: Piece | None
-    length: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (0, 0) if self.piece is None else self.piece.plan.state_shape
-
-    def state(self, device: torch.device) -> Tensor:
-        if self.piece is not None and self.piece.spec.name in self.residuals.names():
-            return self.residuals[self.piece.spec.name]
-        return torch.zeros(self.shape, device=device)
-
-
 class NodeMemory:
     """The residuals, anchors and moments of an optimizer's parameters."""
 
     def __init__(self, world: World, feed: Feed, local_steps: LocalSteps | None) -> None:
         self._world, self._feed, self._local_steps = world, feed, local_steps
         self._axis = NodeAxis(world)
-        self._slots: dict[Parameter, dict[str, _Slot]] = {}
+        self._slots: dict[Parameter, dict[str, Slot]] = {}
         self._lengths: dict[Parameter, int] = {}
 
     def measure(self) -> None:
         """Plan what is kept of parameters that joined. The ranks of a node tell each other how much that is."""
-        found = list(self._find_pieces())
-        numels = [local(param).numel() for param, *_ in found]
-        states = [0 if piece is None else math.prod(piece.plan.state_shape) for *_, piece in found]
-        mine = torch.tensor([numels, states], dtype=torch.int64)
-        longest = self._world.intra.all_gather(mine).wait().amax(dim=0).tolist()
-        for (param, key, residuals, piece), numel, state in zip(found, *longest, strict=True):
-            self._lengths[param] = numel
-            self._slots.setdefault(param, {})[key] = _Slot(residuals, piece, state)
+        exchanges = [(MOMENTUM, self._feed.exchange, self._feed.lots, self._feed.terms_of)]
+        if self._local_steps is not None:
+            steps = self._local_steps
+            exchanges.append((UNSENT, steps.exchange, steps.lots, steps.terms_of))
+        for key, exchange, lots, terms_of in exchanges:
+            for lot in lots:
+                here = [local(param) for param in lot.params]
+                self._lengths |= zip(
+                    lot.params, longest_on_node(map(Tensor.numel, here), self._world.intra), strict=True
+                )
+                for param, slot in zip(lot.params, find_slots(lot, exchange, here, terms_of(lot)), strict=False):
+                    self._slots.setdefault(param, {})[key] = slot
 
     def added_to(self, state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
         """Return torch's state dict with all that is kept here in it."""
@@ -86,7 +70,7 @@ class NodeMemory:
         _check_groups(state_dict["param_groups"], groups)
         rest: dict[str, Any] = {"state": {}, "param_groups": []}
         commits: list[Callable[[], object]] = []
-        states: dict[Residuals, dict[str, Tensor]] = {}
+        states: States = {}
         for packed, group in zip(state_dict["param_groups"], groups, strict=True):
             rest["param_groups"].append({**packed, "compressor": group["compressor"]})
             for number, param in zip(packed["params"], group["params"], strict=True):
@@ -94,23 +78,15 @@ class NodeMemory:
                 self._take_residuals(param, saved, other_nodes, states)
                 commits += self._take_places(param, saved, other_nodes)
                 rest["state"][number] = saved
-        for residuals, by_name in states.items():
-            residuals.load_state_dict(by_name)
+        load_states(states)
         for commit in commits:
             commit()
         return rest
 
-    def _find_pieces(self) -> Iterator[tuple[Parameter, str, Residuals, Piece | None]]:
-        for lot in self._feed.lots:
-            yield from _pieces_of(lot, self._feed.exchange, self._feed.terms_of(lot), MOMENTUM)
-        if self._local_steps is not None:
-            for lot in self._local_steps.lots:
-                yield from _pieces_of(lot, self._local_steps.exchange, self._local_steps.terms_of(lot), UNSENT)
-
     def _saved(self, param: Parameter, state: dict[str, Any]) -> dict[str, Any]:
         here, axis = local(param), self._axis
         slots = self._slots.get(param, {})
-        saved = {key: axis.stacked(slot.state(here.device), slot.length) for key, slot in slots.items()}
+        saved = {key: slot.saved(axis, here.device) for key, slot in slots.items()}
         if slots:
             saved[OWNER] = axis.owner()
         if self._local_steps is None or param not in self._local_steps.anchors:
@@ -128,16 +104,13 @@ class NodeMemory:
         param: Parameter,
         saved: dict[str, Any],
         other_nodes: OtherNodes,
-        states: dict[Residuals, dict[str, Tensor]],
+        states: States,
     ) -> None:
         slots = self._slots.get(param, {})
         if slots:
             self._axis.check_owner(_required(saved, OWNER))
         for key, slot in slots.items():
-            taken = self._axis.taken(_required(saved, key), slot.shape, key, other_nodes)
-            by_name = states.setdefault(slot.residuals, {})
-            if slot.piece is not None:
-                by_name[slot.piece.spec.name] = taken
+            slot.take(_required(saved, key), self._axis, key, other_nodes, states)
 
     def _take_places(
         self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
@@ -154,17 +127,6 @@ class NodeMemory:
             if _is_moment(value):
                 saved[key] = wrapped_like(self._axis.taken(value, here.shape, key, other_nodes), param)
         return [partial(to.copy_, value) for to, value in places]
-
-
-def _pieces_of(
-    lot: Lot, exchange: Exchange, terms: Terms, key: str
-) -> Iterator[tuple[Parameter, str, Residuals, Piece | None]]:
-    residuals = exchange.residuals_of(lot)
-    if residuals is None:
-        return
-    pieces = exchange.pieces_of(lot, [local(param) for param in lot.params], terms)
-    for param, piece in zip(lot.params, pieces, strict=True):
-        yield param, key, residuals, piece
 
 
 def _is_moment(value: object) -> bool:

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["equalise_"]
 
 
-def equalise_(tensors: Iterable[Tensor], world: World) -> None:
-    """Make every tensor what node 0 holds: each shard its counterpart there, anything else what the first rank has."""
+def equalise_(tensors: Iterable[Tensor], world: World, *, are_shards: bool | None = None) -> None:
+    """Make every tensor what node 0 holds: each shard its counterpart there, anything else what the first rank has.
+
+    ``are_shards`` says which of both they are, where they do not say it themselves.
+    """
     for tensor in tensors:
-        here = local(tensor)
+        here, is_shard = local(tensor), is_sharded(tensor) if are_shards is None else are_shards
         if world.inter.size > 1:
             world.inter.broadcast(here).wait()
-        if world.intra.size > 1 and not is_sharded(tensor):
+        if world.intra.size > 1 and not is_shard:
             world.intra.broadcast(here).wait()

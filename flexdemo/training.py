@@ -134,7 +134,7 @@ class NodeOptimizer(Optimizer, ABC):
             check_parameter(param, name, self._world.topology)
             # Present before the first step: torch's checkpoints take that for granted.
             self.state[param] = {}
-        equalise_(group["params"], self._world)
+        equalise_(group["params"], self._world, are_shards=group["node_averaged"])
         if self._is_ready:
             self._refresh()
 

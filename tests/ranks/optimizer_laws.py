@@ -400,7 +400,9 @@ def fifty_steps_are_demos(world: World, shape: tuple[int, ...], k: int, seed: in
         optimizer.step()
         expected = torch.from_numpy(naive.step([one.double().view(rows, cols).numpy() for one in own])).view(shape)
         assert naive.closest > CLOSEST, "inputs with a near tie show nothing: change the seed"
-        assert float((param.detach() + expected).abs().max() / expected.abs().max()) <= ROUNDING, f"step {step} is DeMo's"
+        assert float((param.detach() + expected).abs().max() / expected.abs().max()) <= ROUNDING, (
+            f"step {step} is DeMo's"
+        )
         param.data.add_(before)
 
 

@@ -1,0 +1,54 @@
+"""Hooks for models that FSDP shards inside a node: the optimizer stays the user's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from flexcomm import InvalidArgumentError
+from flexcomm.sync import BUCKET_BYTES
+from flexdemo.attachment import Attachment
+from flexdemo.fsdp1 import attach_to_flat_units
+from flexdemo.fsdp2 import attach_to_units
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from flexcomm import Compressor, World
+    from flexcomm.kernels import Average
+    from flexcomm.routes import NonFinitePolicy
+
+__all__ = ["attach_to_fsdp"]
+
+
+def attach_to_fsdp(
+    model: Module,
+    compressor: Compressor,
+    *,
+    world: World | None = None,
+    decay: float = 1.0,
+    average: Average = "nodes",
+    nonfinite: NonFinitePolicy = "raise",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Attachment:
+    """Exchange the gradients of a sharded model between nodes, as far as ``compressor`` sends them.
+
+    ``model`` is sharded by FSDP2 or FSDP1 over the ranks of a node, and its replicas become node 0's. FSDP averages
+    gradients inside the node, and nobody holds more of them than its shard. What is not sent now is kept, decayed, and
+    added next time: any optimizer can use what arrives. A unit's exchange overlaps the backward of the next ones, if
+    gradients are reduced in the parameters' dtype and not accumulated.
+    """
+    attachment = Attachment(
+        compressor, world, decay=decay, average=average, nonfinite=nonfinite, bucket_bytes=bucket_bytes
+    )
+    if isinstance(model, FullyShardedDataParallel):
+        attach_to_flat_units(model, attachment)
+    elif any(isinstance(module, FSDPModule) for module in model.modules()):
+        attach_to_units(model, attachment)
+    else:
+        raise InvalidArgumentError(
+            f"{type(model).__name__} is not sharded: call fully_shard(model, mesh=mesh['shard']) before, or use "
+            f"attach_to_ddp."
+        )
+    return attachment

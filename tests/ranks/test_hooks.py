@@ -1,0 +1,27 @@
+"""FSDP and DDP keep their laws over gloo, in worlds of every shape."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from tests.ranks.hook_laws import laws_for
+from tests.ranks.laws import Verdicts, judge
+from tests.ranks.shapes import SHAPES, Shape
+
+pytestmark = [pytest.mark.timeout(180)]
+CASES = [(shape, law) for shape in SHAPES for law in laws_for(shape.size, shape.ranks_per_node)]
+
+
+@lru_cache
+def verdicts_on(shape: Shape) -> Verdicts:
+    laws = {law.__name__: law for law in laws_for(shape.size, shape.ranks_per_node)}
+    return judge(laws, shape, limit_s=170.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "law"), [pytest.param(shape, law.__name__, id=f"{shape}-{law.__name__}") for shape, law in CASES]
+)
+def test_hooks_keep_the_law(shape: Shape, law: str) -> None:
+    verdicts_on(shape).check(law)
