@@ -7,7 +7,8 @@ row at its own place.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import math
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm import World
+    from flexdemo.resharding import Whole
 
-__all__ = ["NodeAxis", "OtherNodes"]
+__all__ = ["NodeAxis", "OtherNodes", "Rows"]
 
 OtherNodes = Literal["error", "mean", "reset"]
 """What to do with state of another number of nodes: refuse it, give every node the mean of all, or begin at zero."""
+
+
+class Rows(NamedTuple):
+    """What was saved for a node, a row for each rank; if ``is_own``, the row of this rank alone."""
+
+    values: Tensor
+    is_own: bool
 
 
 class NodeAxis:
@@ -59,44 +68,60 @@ class NodeAxis:
         return self.stacked(torch.tensor([self._topology.rank]), 1)
 
     def check_owner(self, owner: Tensor) -> None:
-        """Raise if a stamp is another rank's, unless it comes from another number of nodes."""
-        rows = _rows_of(owner)
-        if owner.shape[0] == self._nodes and int(rows.reshape(-1)[0]) != self._topology.rank:
+        """Raise if a stamp is another rank's; all ranks' stamps together are nobody's."""
+        if self._is_own(owner) and int(_here(owner)) != self._topology.rank:
             raise InvalidArgumentError(
-                f"this state was saved by rank {int(rows.reshape(-1)[0])}, but this is rank {self._topology.rank}: "
+                f"this state was saved by rank {int(_here(owner))}, but this is rank {self._topology.rank}: "
                 f"momenta differ from node to node. Save and load on every rank, each its own file, or save by "
                 f"torch.distributed.checkpoint, which keeps them apart."
             )
 
-    def taken(self, stacked: Tensor, shape: torch.Size | tuple[int, ...], name: str, other_nodes: OtherNodes) -> Tensor:
-        """Return this rank's tensor of that shape out of all ranks' rows."""
+    def rows_of(self, stacked: Tensor, name: str, other_nodes: OtherNodes) -> Rows:
+        """Return what was saved for this node: this rank's own row, or those of all ranks where they are given."""
         nodes, ranks, length = stacked.shape
-        numel = torch.Size(shape).numel()
-        if ranks != self._ranks or length < numel:
+        if self._is_own(stacked):
+            return Rows(_here(stacked).view(1, length), is_own=True)
+        if isinstance(stacked, DTensor):
             raise InvalidArgumentError(
-                f"the saved {name} has rows of {length} elements for {ranks} ranks per node, but here {numel} are "
-                f"needed for {self._ranks}: parameters, compressor or ranks per node changed. Load with "
-                f"the same, or without the optimizer's state."
+                f"the saved {name} is of {nodes} x {ranks} ranks, of which only one row is here: load by "
+                f"flexdemo.load_checkpoint, which reads them all."
             )
-        if nodes == self._nodes:
-            return _rows_of(stacked).reshape(-1)[:numel].reshape(shape)
+        if nodes == self._topology.nodes:
+            return Rows(stacked[self._topology.node], is_own=False)
         if other_nodes == "reset":
-            return stacked.new_zeros(shape) if not isinstance(stacked, DTensor) else _rows_of(stacked).new_zeros(shape)
+            return Rows(stacked.new_zeros(ranks, length), is_own=False)
         if other_nodes == "mean":
-            return self._mean(stacked)[:numel].reshape(shape)
+            return Rows(stacked.mean(dim=0), is_own=False)
         raise InvalidArgumentError(
             f"the saved {name} is of {nodes} nodes, but there are {self._topology.nodes} now. Load with "
             f"other_nodes='mean', which gives every node the mean of all, or 'reset', which begins at zero."
         )
 
-    def _mean(self, stacked: Tensor) -> Tensor:
-        if isinstance(stacked, DTensor):
+    def taken(self, stacked: Tensor, shape: torch.Size | tuple[int, ...], name: str, other_nodes: OtherNodes) -> Tensor:
+        """Return this rank's tensor of that shape. It must have been saved by as many ranks per node."""
+        rows = self.rows_of(stacked, name, other_nodes)
+        mine = self.row_of_this_rank(rows)
+        if mine is None or mine.numel() < math.prod(shape):
             raise InvalidArgumentError(
-                "the mean over nodes needs the rows of all of them: load by flexdemo.load_checkpoint, which reads them."
+                f"the saved {name} has {len(rows.values)} rows of {rows.values.shape[1]} elements a node, but here "
+                f"{self._ranks} ranks need {math.prod(shape)}: parameters or ranks per node changed. Load with the "
+                f"same, or without the optimizer's state."
             )
-        return stacked[:, self._topology.local_rank].mean(dim=0)
+        return mine[: math.prod(shape)].reshape(shape)
+
+    def row_of_this_rank(self, rows: Rows) -> Tensor | None:
+        """Return this rank's row; None if so many ranks saved them that it has none."""
+        if rows.is_own:
+            return rows.values[0]
+        return rows.values[self._topology.local_rank] if len(rows.values) == self._topology.local_size else None
+
+    def reshard(self, whole: Whole, rows: Rows) -> Tensor:
+        return whole.reshard(rows.values, self._topology.local_size, self._topology.local_rank)
+
+    def _is_own(self, stacked: Tensor) -> bool:
+        return tuple(_here(stacked).shape[:2]) == (1, 1) and tuple(stacked.shape[:2]) == (self._nodes, self._ranks)
 
 
-def _rows_of(stacked: Tensor) -> Tensor:
+def _here(stacked: Tensor) -> Tensor:
     with torch.no_grad():
         return stacked.to_local() if isinstance(stacked, DTensor) else stacked

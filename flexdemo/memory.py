@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from flexdemo.parameters import Group
     from flexdemo.slots import Slot, States
 
-__all__ = ["NodeMemory"]
+__all__ = ["NODE_KEYS", "NodeMemory"]
 
 MOMENTUM, UNSENT, OWNER = "momentum", "unsent", "owner"
 """Residuals of gradients, those of the way gone alone, and whose they are."""
 ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
 """Where nodes were together last, how they moved then, and where this one is now."""
+
+NODE_KEYS = frozenset({MOMENTUM, UNSENT, OWNER, HERE})
+"""What has a node axis, always."""
 
 
 class NodeMemory:

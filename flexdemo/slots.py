@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flexcomm import InvalidArgumentError
+from flexdemo.resharding import whole_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -15,9 +18,10 @@ if TYPE_CHECKING:
     from flexcomm import Residuals
     from flexcomm.pieces import Piece
     from flexcomm.transport import Transport
-    from flexdemo.checkpoint import NodeAxis, OtherNodes
+    from flexdemo.checkpoint import NodeAxis, OtherNodes, Rows
     from flexdemo.exchange import Exchange, Terms
     from flexdemo.lots import Lot
+    from flexdemo.resharding import Whole
 
 __all__ = ["Slot", "States", "find_slots", "load_states", "longest_on_node"]
 
@@ -31,6 +35,7 @@ class Slot(NamedTuple):
     residuals: Residuals
     piece: Piece | None
     length: int
+    whole: Whole | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,10 +49,23 @@ class Slot(NamedTuple):
 
     def take(self, saved: Tensor, axis: NodeAxis, name: str, other_nodes: OtherNodes, states: States) -> None:
         """Add what was saved to what is to be loaded."""
-        taken = axis.taken(saved, self.shape, name, other_nodes)
+        taken = self._taken(axis.rows_of(saved, name, other_nodes), axis, name)
         by_name = states.setdefault(self.residuals, {})
         if self.piece is not None:
             by_name[self.piece.spec.name] = taken
+
+    def _taken(self, rows: Rows, axis: NodeAxis, name: str) -> Tensor:
+        mine, numel = axis.row_of_this_rank(rows), math.prod(self.shape)
+        if mine is not None and mine.numel() >= numel:
+            return mine[:numel].reshape(self.shape)
+        taken = None if self.whole is None or rows.is_own else axis.reshard(self.whole, rows)
+        if taken is None or tuple(taken.shape) != self.shape:
+            raise InvalidArgumentError(
+                f"the saved {name} has {len(rows.values)} rows of {rows.values.shape[1]} elements a node, but this "
+                f"rank needs {numel}, and how to cut them anew cannot be told: parameters, compressor or ranks per "
+                f"node changed. Load with the same, or without the optimizer's state."
+            )
+        return taken
 
 
 def find_slots(lot: Lot, exchange: Exchange, tensors: Sequence[Tensor], terms: Terms) -> list[Slot]:
@@ -58,7 +76,11 @@ def find_slots(lot: Lot, exchange: Exchange, tensors: Sequence[Tensor], terms: T
     pieces = exchange.pieces_of(lot, list(tensors), terms)
     mine = [0 if piece is None else math.prod(piece.plan.state_shape) for piece in pieces]
     lengths = longest_on_node(mine, exchange.world.intra)
-    return [Slot(residuals, piece, length) for piece, length in zip(pieces, lengths, strict=True)]
+    wholes = [
+        whole_of(param, name, like, terms.compressor)
+        for param, name, like in zip(lot.params, lot.names, tensors, strict=True)
+    ]
+    return [Slot(residuals, *found) for found in zip(pieces, lengths, wholes, strict=True)]
 
 
 def longest_on_node(lengths: Iterable[int], intra: Transport) -> list[int]:

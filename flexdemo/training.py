@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from flexdemo.replicas import equalise_
 from flexdemo.settings import check_every, check_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT
@@ -57,6 +58,7 @@ class NodeOptimizer(Optimizer, ABC):
         check_every(exchange_every)
         self._world = default_world() if world is None else world
         self._is_ready = False
+        self._other_nodes: OtherNodes = "error"
         super().__init__(params, {**defaults, "step": 0})
         alone = exchange_every > 1
         self._feed = Feed(
@@ -142,12 +144,28 @@ class NodeOptimizer(Optimizer, ABC):
         """Return torch's own format. What is a node's own has a node axis; see docs/training.md."""
         return self._memory.added_to(super().state_dict(), self.param_groups)
 
-    def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes = "error") -> None:
-        """Go on from a state, bit for bit. ``other_nodes`` says what to do if it is of another number of nodes."""
+    def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
+        """Go on from a state, bit for bit. ``other_nodes`` says what to do if it is of another number of nodes.
+
+        That is an error, if nothing is said.
+        """
         self._feed.abandon()
         self._refresh()
-        rest = self._memory.taken_from(state_dict, self.param_groups, other_nodes)
+        rest = self._memory.taken_from(state_dict, self.param_groups, other_nodes or self._other_nodes)
+        groups = self.param_groups
         super().load_state_dict(rest)
+        # torch makes a new list; the feed looks at this one.
+        groups[:] = self.param_groups
+        self.param_groups = groups
+
+    @contextmanager
+    def from_other_nodes(self, other_nodes: OtherNodes) -> Iterator[None]:
+        """Return a context in which ``load_state_dict`` does this by default: torch calls it without arguments."""
+        before, self._other_nodes = self._other_nodes, other_nodes
+        try:
+            yield
+        finally:
+            self._other_nodes = before
 
     def _take(self) -> list[Received] | None:
         if self._feed.refresh():

@@ -87,7 +87,7 @@ def values_of(zoo: Zoo) -> list[Tensor]:
 
 def require_equal(one: Zoo, other: Zoo, law: str) -> None:
     for (name, x), y in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(x, y), f"{law}, but {name} differs by up to {float((x - y).abs().max())}"
+        assert torch.equal(x, y), f"{law}, but {name} differs by up to {float((x - y).detach().abs().max())}"
 
 
 def require_apart(one: Zoo, other: Zoo, law: str) -> None:

@@ -1,0 +1,92 @@
+"""Checkpoints in files: torch's distributed format, with all that training needs to go on bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from flexdemo.memory import NODE_KEYS
+from flexdemo.training import NodeOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from os import PathLike
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from flexdemo.attachment import Attachment
+    from flexdemo.checkpoint import OtherNodes
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(
+    path: str | PathLike[str], model: Module, optimizer: Optimizer, attachment: Attachment | None = None
+) -> None:
+    """Save a model, its optimizer and what is attached to it into a folder. All ranks call it together."""
+    save(_state_of(model, optimizer, attachment), checkpoint_id=path)
+
+
+def load_checkpoint(
+    path: str | PathLike[str],
+    model: Module,
+    optimizer: Optimizer,
+    attachment: Attachment | None = None,
+    *,
+    other_nodes: OtherNodes = "error",
+) -> None:
+    """Go on from a folder, bit for bit where as many ranks saved it. All ranks call it together.
+
+    ``other_nodes`` says what becomes of momenta that another number of nodes saved. Other numbers of ranks per node
+    get theirs cut anew, exact but for rounding.
+    """
+    state = _state_of(model, optimizer, attachment)
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    for holder, key, name in _node_tensors(state):
+        found = saved.get(name)
+        if isinstance(found, TensorStorageMetadata) and found.size != holder[key].shape:
+            holder[key] = torch.empty(found.size, dtype=holder[key].dtype, device=holder[key].device)
+    load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    if isinstance(optimizer, NodeOptimizer):
+        with optimizer.from_other_nodes(other_nodes):
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    else:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if attachment is not None:
+        attachment.load_state_dict(state["attachment"], other_nodes)
+
+
+def _state_of(model: Module, optimizer: Optimizer, attachment: Attachment | None) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    if attachment is not None:
+        state["attachment"] = attachment.state_dict()
+    return state
+
+
+def _node_tensors(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Tensor], str, str]]:
+    """Return everything with a node axis: what holds it, its key there, and what files call it."""
+    for param, kept in state["optimizer"]["state"].items():
+        for key in NODE_KEYS & kept.keys():
+            yield kept, key, f"optimizer.state.{param}.{key}"
+    attached = state.get("attachment", {"residuals": {}})
+    for param in attached["residuals"]:
+        yield attached["residuals"], param, f"attachment.residuals.{param}"
+    if "owner" in attached:
+        yield attached, "owner", "attachment.owner"

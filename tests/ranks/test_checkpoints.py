@@ -1,0 +1,165 @@
+"""Checkpoints keep their laws over gloo; and other numbers of nodes and of ranks per node go on from them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import flexcomm
+from flexcomm import InvalidArgumentError, World
+from flexcomm.kernels.cpu import CpuKernels
+from flexcomm.testing.coefficients import elements_of
+from flexdemo import FlexDeMo, attach_to_fsdp, load_checkpoint, save_checkpoint
+from flexdemo.parameters import local
+from tests.ranks.checkpoint_laws import laws
+from tests.ranks.hook_laws import COMPRESSOR, make_model, require_replicas, sharded, train
+from tests.ranks.laws import Verdicts, judge
+from tests.ranks.processes import run_ranks
+from tests.ranks.shapes import Shape
+
+if TYPE_CHECKING:
+    from flexdemo.training import NodeOptimizer
+
+Momenta = dict[str, NDArray[np.float32]]
+"""By parameter; as arrays, which outlive the process that sent them."""
+
+pytestmark = [pytest.mark.timeout(180)]
+SHAPES = (Shape(1, 1), Shape(2, 1), Shape(2, 2))
+
+
+@lru_cache
+def verdicts_on(shape: Shape) -> Verdicts:
+    return judge(laws(), shape, limit_s=170.0)
+
+
+@pytest.mark.parametrize(("shape", "law"), [(shape, law) for shape in SHAPES for law in laws()], ids=str)
+def test_checkpoints_keep_the_law(shape: Shape, law: str) -> None:
+    verdicts_on(shape).check(law)
+
+
+def make_run(world: World, kind: str) -> tuple[torch.nn.Module, NodeOptimizer]:
+    model = make_model() if kind == "replicas" else sharded(world)
+    return model, FlexDeMo(model.named_parameters(), compressor=COMPRESSOR, world=world, update="plain", decay=1.0)
+
+
+def momentum_of(model: torch.nn.Module, optimizer: NodeOptimizer, world: World) -> Momenta:
+    """Return this node's momentum in elements, whole, whatever its ranks hold of it."""
+    return {name: _whole(_held(param, optimizer), world, param).numpy() for name, param in model.named_parameters()}
+
+
+def _held(param: Tensor, optimizer: NodeOptimizer) -> Tensor:
+    """Return the elements this rank remembers of what it holds of a parameter; zeros elsewhere."""
+    elements = torch.zeros(local(param).shape)
+    slot = optimizer._memory._slots[param]["momentum"]  # type: ignore[index]
+    if slot.piece is not None:
+        state = slot.residuals[slot.piece.spec.name]
+        kept = elements_of(CpuKernels(1), state, slot.piece.plan)
+        elements.view(-1)[slot.piece.first : slot.piece.last] = kept.reshape(-1)
+    return elements
+
+
+def _whole(x: Tensor, world: World, param: Tensor) -> Tensor:
+    if not hasattr(param, "device_mesh"):
+        return world.intra.all_reduce(x).wait()
+    rows = -(-param.shape[0] // world.topology.local_size)
+    padded = torch.zeros(rows, *param.shape[1:])
+    padded[: x.shape[0]] = x
+    return world.intra.all_gather(padded).wait().reshape(-1, *param.shape[1:])[: param.shape[0]]
+
+
+def save_run(folder: str, kind: str) -> Momenta:
+    with flexcomm.connect(timeout_s=60) as world:
+        model, optimizer = make_run(world, kind)
+        train(model, optimizer, world, range(3))
+        save_checkpoint(Path(folder), model, optimizer)
+        return momentum_of(model, optimizer, world)
+
+
+def load_run(folder: str, kind: str, other_nodes: str) -> Momenta:
+    with flexcomm.connect(timeout_s=60) as world:
+        model, optimizer = make_run(world, kind)
+        load_checkpoint(Path(folder), model, optimizer, other_nodes=other_nodes)  # type: ignore[arg-type]
+        found = momentum_of(model, optimizer, world)
+        model, optimizer = make_run(world, kind)
+        load_checkpoint(Path(folder), model, optimizer, other_nodes=other_nodes)  # type: ignore[arg-type]
+        train(model, optimizer, world, range(2))
+        require_replicas(world, model, "replicas go on alike")
+        return found
+
+
+def refuse_run(folder: str, kind: str) -> None:
+    with flexcomm.connect(timeout_s=60) as world:
+        model, optimizer = make_run(world, kind)
+        with pytest.raises(InvalidArgumentError, match="other_nodes='mean'"):
+            load_checkpoint(Path(folder), model, optimizer)
+
+
+def require_close(got: Momenta, expected: Momenta) -> None:
+    """Transformed there and back, twice, in float32: some tens of roundings to 2**-24 of the largest."""
+    for name, x in expected.items():
+        assert np.abs(got[name] - x).max() <= 2.0**-20 * max(np.abs(x).max(), 1e-3), name
+    assert any(x.any() for x in expected.values()), "there is momentum that could be lost"
+
+
+@pytest.mark.parametrize("kind", ["replicas", "fsdp2"])
+@pytest.mark.parametrize(("ranks", "others"), [(2, 1), (1, 2), (2, 3)])
+def test_ranks_per_node_may_change(tmp_path: Path, kind: str, ranks: int, others: int) -> None:
+    """On one node: whose momentum it is, is clear."""
+    saved = run_ranks(save_run, ranks, str(tmp_path), kind, ranks_per_node=ranks)
+    loaded = run_ranks(load_run, others, str(tmp_path), kind, "error", ranks_per_node=others)
+    require_close(loaded[0], saved[0])
+
+
+@pytest.mark.parametrize("kind", ["replicas", "fsdp2"])
+@pytest.mark.parametrize(("nodes", "others"), [(2, 1), (1, 2), (2, 4)])
+def test_nodes_get_the_mean_of_all(tmp_path: Path, kind: str, nodes: int, others: int) -> None:
+    saved = run_ranks(save_run, nodes, str(tmp_path), kind, ranks_per_node=1)
+    mean = {name: np.stack([one[name] for one in saved]).mean(axis=0) for name in saved[0]}
+    for loaded in run_ranks(load_run, others, str(tmp_path), kind, "mean", ranks_per_node=1):
+        require_close(loaded, mean)
+
+
+def test_nodes_can_begin_at_zero(tmp_path: Path) -> None:
+    run_ranks(save_run, 2, str(tmp_path), "replicas", ranks_per_node=1)
+    (loaded,) = run_ranks(load_run, 1, str(tmp_path), "replicas", "reset", ranks_per_node=1)
+    assert not any(x.any() for x in loaded.values())
+
+
+def test_another_number_of_nodes_is_refused_if_nothing_is_said(tmp_path: Path) -> None:
+    run_ranks(save_run, 2, str(tmp_path), "replicas", ranks_per_node=1)
+    run_ranks(refuse_run, 1, str(tmp_path), "replicas", ranks_per_node=1)
+
+
+def save_attached(folder: str) -> None:
+    with flexcomm.connect(timeout_s=60) as world:
+        model = sharded(world)
+        attachment = attach_to_fsdp(model, COMPRESSOR, world=world)
+        optimizer = torch.optim.SGD(model.parameters(), 0.25)
+        train(model, optimizer, world, range(2))
+        save_checkpoint(Path(folder), model, optimizer, attachment)
+
+
+def load_attached(folder: str) -> list[bool]:
+    with flexcomm.connect(timeout_s=60) as world:
+        model = sharded(world)
+        attachment = attach_to_fsdp(model, COMPRESSOR, world=world)
+        optimizer = torch.optim.SGD(model.parameters(), 0.25)
+        with pytest.raises(InvalidArgumentError, match="other_nodes='mean'"):
+            load_checkpoint(Path(folder), model, optimizer, attachment)
+        load_checkpoint(Path(folder), model, optimizer, attachment, other_nodes="mean")
+        train(model, optimizer, world, range(2))
+        require_replicas(world, model, "replicas go on alike")
+        return [bool(state.any()) for state in attachment.exchange.residuals[0].state_dict().values()]
+
+
+def test_hooks_go_on_on_another_number_of_nodes(tmp_path: Path) -> None:
+    run_ranks(save_attached, 4, str(tmp_path), ranks_per_node=2)
+    for kept in run_ranks(load_attached, 2, str(tmp_path), ranks_per_node=2):
+        assert any(kept)
