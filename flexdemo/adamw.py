@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flexcomm.routes import NonFinitePolicy
     from flexdemo.exchange import Received
     from flexdemo.parameters import Group
-    from flexdemo.settings import Outer
+    from flexdemo.settings import Outer, Sent
 
 __all__ = ["FlexDeMoAdamW"]
 
@@ -30,8 +30,9 @@ class FlexDeMoAdamW(NodeOptimizer):
     """AdamW whose gradients are exchanged between nodes as far as ``compressor`` sends them.
 
     ``decay * residual + gradient`` is compressed and, averaged over nodes, taken for the gradient by torch's own AdamW;
-    ``foreach`` and ``fused`` are its. With ``exchange_every=n`` every node takes n AdamW steps on its own gradients,
-    then what it moved is compressed and averaged, by ``outer`` if given: DiLoCo (arXiv 2311.08105).
+    ``foreach`` and ``fused`` are its. With ``exchange="steps"`` every node takes AdamW's step on its own gradients, and
+    what it moved is compressed and averaged instead; with ``exchange_every=n`` that of n steps, by ``outer`` if given:
+    DiLoCo (arXiv 2311.08105).
     """
 
     _remembers_alone = False
@@ -50,6 +51,7 @@ class FlexDeMoAdamW(NodeOptimizer):
         alpha: float = 1.0,
         average: Average = "nodes",
         exchange_every: int = 1,
+        exchange: Sent = "gradients",
         outer: Outer | None = None,
         overlap: bool = False,
         nonfinite: NonFinitePolicy = "raise",
@@ -77,6 +79,7 @@ class FlexDeMoAdamW(NodeOptimizer):
             nonfinite=nonfinite,
             bucket_bytes=bucket_bytes,
             exchange_every=exchange_every,
+            exchange=exchange,
             outer=outer,
             overlap=overlap,
         )

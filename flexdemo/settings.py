@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
     from flexdemo.parameters import Group
 
-__all__ = ["Outer", "Update", "check_every", "check_group"]
+__all__ = ["Outer", "Sent", "Update", "check_every", "check_group", "check_sent"]
+
+Sent = Literal["gradients", "steps"]
+"""What nodes send each other: gradients, from which all take the same step, or what each moved by a step of its own."""
 
 Update = Literal["sign", "plain"]
 """What becomes of the decoded momentum: its sign times the learning rate, or itself."""
@@ -60,3 +63,8 @@ def check_group(group: Group) -> None:
 def check_every(exchange_every: object) -> None:
     if not isinstance(exchange_every, int) or exchange_every < 1:
         raise InvalidArgumentError(f"exchange_every is {exchange_every!r}, but must be a whole number, at least 1.")
+
+
+def check_sent(exchange: str) -> None:
+    if exchange not in get_args(Sent):
+        raise InvalidArgumentError(f"exchange is {exchange!r}, but must be one of {', '.join(get_args(Sent))}.")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from flexcomm import FlexcommError
+from flexcomm import FlexcommError, TransportError
 from flexcomm.sync import default_world
 from flexdemo.feed import Feed
 from flexdemo.local_steps import LocalSteps
 from flexdemo.memory import NodeMemory
 from flexdemo.parameters import check_parameter, names_of
 from flexdemo.replicas import equalise_
-from flexdemo.settings import check_every, check_group
+from flexdemo.settings import check_every, check_group, check_sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flexdemo.checkpoint import OtherNodes
     from flexdemo.exchange import Received, Terms
     from flexdemo.parameters import Group
-    from flexdemo.settings import Outer
+    from flexdemo.settings import Outer, Sent
 
 __all__ = ["NodeOptimizer"]
 
@@ -52,15 +52,17 @@ class NodeOptimizer(Optimizer, ABC):
         nonfinite: NonFinitePolicy,
         bucket_bytes: int,
         exchange_every: int,
+        exchange: Sent = "gradients",
         outer: Outer | None,
         overlap: bool,
     ) -> None:
         check_every(exchange_every)
+        check_sent(exchange)
         self._world = default_world() if world is None else world
         self._is_ready = False
         self._other_nodes: OtherNodes = "error"
         super().__init__(params, {**defaults, "step": 0})
-        alone = exchange_every > 1
+        alone = exchange_every > 1 or exchange == "steps"
         self._feed = Feed(
             self.param_groups,
             self._world.alone() if alone else self._world,
@@ -101,19 +103,29 @@ class NodeOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            received = self._take()
-        except FlexcommError:
-            # Alone, this node may be the only one to fail, and must not come late to the next exchange.
-            if self._local_steps is not None:
-                self._count()
-            raise
+        if self._local_steps is None:
+            self._take_step()
+        else:
+            self._take_step_alone(self._local_steps)
+        return loss
+
+    def _take_step(self) -> None:
+        received = self._take()
         if received is not None:
             self._apply(received)
         self._count()
-        if self._local_steps is not None:
-            self._local_steps.meet_if_due(self.param_groups[0]["step"])
-        return loss
+
+    def _take_step_alone(self, local_steps: LocalSteps) -> None:
+        """Take a step, and meet the others if it is time: also if this node's step failed, for they are waiting."""
+        try:
+            self._take_step()
+        except TransportError:
+            raise
+        except FlexcommError:
+            self._count()
+            local_steps.meet_if_due(self.param_groups[0]["step"])
+            raise
+        local_steps.meet_if_due(self.param_groups[0]["step"])
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for backward passes that only accumulate: with ``overlap``, nothing leaves during them."""

@@ -58,6 +58,7 @@ OPTIMIZERS: dict[str, Make] = {
     "overlap": lambda zoo, world: flexdemo(zoo, world, overlap=True, bucket_bytes=SMALL),
     "adamw": lambda zoo, world: adamw(zoo, world, bucket_bytes=SMALL),
     "adamw fused": lambda zoo, world: adamw(zoo, world, fused=True, compressor=flexcomm.dense()),
+    "steps": lambda zoo, world: adamw(zoo, world, exchange="steps"),
     "local": lambda zoo, world: flexdemo(zoo, world, exchange_every=4),
     "local adamw": lambda zoo, world: adamw(zoo, world, exchange_every=4, bucket_bytes=SMALL),
     "outer": lambda zoo, world: adamw(
@@ -124,6 +125,24 @@ def local_steps_are_taken_alone(world: World) -> None:
     assert apart == [world.topology.node], f"nodes that go alone go apart, but {apart} are equal"
     inside = world.intra.all_gather(zoo.matrix.detach()).wait()
     assert all(torch.equal(other, zoo.matrix) for other in inside), "the ranks of a node go together"
+
+
+def a_node_that_fails_alone_does_not_miss_the_meeting(world: World) -> None:
+    for failing in (0, 1):
+        zoo = Zoo()
+        optimizer = adamw(zoo, world, exchange_every=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            zoo(gradients_at(world, step)).backward()
+            fails = step == failing and world.topology.node == world.topology.nodes - 1
+            if fails and world.topology.local_rank == 0:
+                zoo.matrix.grad[0, 0] = math.nan
+            if fails:
+                with pytest.raises(NonFiniteError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        require_same_everywhere(world, values_of(zoo), f"nodes meet, though one failed in step {failing}")
 
 
 def nodes_meet_where_they_are_on_average(world: World) -> None:
@@ -460,6 +479,7 @@ def without_communication_there_is_momentum(world: World) -> None:
 
 LAWS: list[Callable[[World], None]] = [
     local_steps_are_taken_alone,
+    a_node_that_fails_alone_does_not_miss_the_meeting,
     nodes_meet_where_they_are_on_average,
     overlap_gives_the_same_bits,
     unused_parameters_are_not_waited_for,

@@ -1,0 +1,126 @@
+"""The contestants of ``bench train``: how each makes its optimizer, and the learning rates worth trying.
+
+To add one: a builder and a line in ``METHODS``. Its learning rate comes from ``python -m bench train --sweep``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from bench.errors import UsageError
+from flexcomm import Compressor, World, demo, dense, random_k, striding
+from flexdemo import FlexDeMo, FlexDeMoAdamW, Outer
+
+BASELINE = "adamw"
+
+# torch types the values of its param_groups as Any.
+Groups: TypeAlias = list[dict[str, Any]]
+Builder: TypeAlias = Callable[[Groups, World, float, int], Optimizer]
+"""Takes parameter groups, the world, the highest learning rate, and how many steps there will be."""
+
+_BETAS = (0.9, 0.99)
+_WEIGHT_DECAY = 0.1
+_RATE = 1 / 32
+_LOCAL_STEPS = 10
+_ADAMW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
+_SIGN_GRID = (2.5e-4, 5e-4, 1e-3, 2e-3)
+_FEW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    ``small_dense`` sends what is not a matrix (norms, biases) in full, as bfloat16. Nodes hold the same model after
+    every ``meets_every``-th step.
+    """
+
+    name: str
+    summary: str
+    build: Builder
+    grid: tuple[float, ...]
+    small_dense: bool = False
+    meets_every: int = 1
+
+    @property
+    def middle(self) -> float:
+        """The learning rate of a method that was never swept."""
+        return self.grid[len(self.grid) // 2]
+
+    def make(self, model: nn.Module, world: World, lr: float, steps: int) -> Optimizer:
+        """Return the optimizer of a model's parameters. All ranks make it together."""
+        return self.build(group_parameters(model, small_dense=self.small_dense), world, lr, steps)
+
+
+def group_parameters(model: nn.Module, *, small_dense: bool) -> Groups:
+    """Return all parameters, by name: in one group, or those that are no matrices in a group of their own."""
+    named = list(model.named_parameters())
+    if not small_dense:
+        return [{"params": named}]
+    small = [(name, param) for name, param in named if param.dim() < 2]
+    matrices = [(name, param) for name, param in named if param.dim() >= 2]
+    return [{"params": matrices}, {"params": small, "compressor": dense(torch.bfloat16)}]
+
+
+def _flexdemo(compressor: Compressor, **settings: Any) -> Builder:
+    def build(groups: Groups, world: World, lr: float, _steps: int) -> Optimizer:
+        return FlexDeMo(groups, lr, compressor=compressor, world=world, weight_decay=_WEIGHT_DECAY, **settings)
+
+    return build
+
+
+def _adamw(compressor: Compressor, **settings: Any) -> Builder:
+    def build(groups: Groups, world: World, lr: float, _steps: int) -> Optimizer:
+        common = {"betas": _BETAS, "weight_decay": _WEIGHT_DECAY, "fused": True}
+        return FlexDeMoAdamW(groups, lr, compressor=compressor, world=world, **{**common, **settings})
+
+    return build
+
+
+def _local(**settings: Any) -> Builder:
+    # A node alone may meet NaN that others do not: to raise there would leave them waiting. Losses tell of it anyway.
+    return _adamw(dense(values="sign2"), exchange_every=_LOCAL_STEPS, nonfinite="skip", **settings)
+
+
+_TABLE = (
+    Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", _adamw(dense(torch.float32)), _ADAMW_GRID),
+    Method("flexdemo-k8", "FlexDeMo, demo(k=8)", _flexdemo(demo(8)), _SIGN_GRID),
+    Method("flexdemo-k32", "FlexDeMo, demo(k=32)", _flexdemo(demo(32)), _SIGN_GRID),
+    Method("flexdemo-k96", "FlexDeMo, demo(k=96)", _flexdemo(demo(96)), _SIGN_GRID),
+    Method("flexdemo-sign", "FlexDeMo, demo(k=32, values='sign')", _flexdemo(demo(32, values="sign")), _SIGN_GRID),
+    Method("flexdemo-adamw", "FlexDeMoAdamW, demo(k=32)", _adamw(demo(32)), _ADAMW_GRID),
+    Method("random", "FlexDeMo, random_k(1/32)", _flexdemo(random_k(_RATE)), _FEW_GRID),
+    Method("striding", "FlexDeMo, striding(1/32)", _flexdemo(striding(_RATE)), _FEW_GRID),
+    Method(
+        "local",
+        f"FlexDeMoAdamW, {_LOCAL_STEPS} steps alone, then the mean, in two bits",
+        _local(),
+        _ADAMW_GRID,
+        meets_every=_LOCAL_STEPS,
+    ),
+    Method(
+        "local-outer",
+        f"FlexDeMoAdamW, {_LOCAL_STEPS} steps alone, then Outer() on the mean, in two bits",
+        _local(outer=Outer()),
+        _ADAMW_GRID,
+        meets_every=_LOCAL_STEPS,
+    ),
+)
+METHODS: Mapping[str, Method] = {method.name: method for method in _TABLE}
+"""What ``--methods`` takes."""
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    """Return the names asked for, in the table's order."""
+    wanted = list(METHODS) if text == "all" else _words(text)
+    if not wanted or set(wanted) - set(METHODS):
+        raise UsageError(f"got --methods {text!r}, needed all, or some of {', '.join(METHODS)}, with commas between.")
+    return tuple(name for name in METHODS if name in wanted)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -1,0 +1,67 @@
+"""What ``bench train`` is asked to do, as values that travel to the ranks in a file."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_FILE = "plan.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs have in common. Every rank takes ``windows`` windows for a step."""
+
+    size: str
+    steps: int
+    windows: int
+    log_every: int
+    eval_every: int
+    eval_windows: int
+    shard: bool
+    nodes: int
+    ranks_per_node: int
+    launcher: str
+    rate: str | None
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def stops(self) -> list[int]:
+        """Return the steps at which a run is looked at, from 0 to the last."""
+        looked_at = {0, self.steps, *range(0, self.steps, self.log_every), *range(0, self.steps, self.eval_every)}
+        return sorted(looked_at)
+
+    def evaluates_at(self, step: int) -> bool:
+        return step % self.eval_every == 0 or step == self.steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method, trained once."""
+
+    method: str
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-lr{self.lr:g}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Runs one after the other, in the same processes."""
+
+    settings: Settings
+    runs: tuple[Run, ...]
+
+
+def save_plan(plan: Plan, folder: Path) -> None:
+    (folder / _FILE).write_text(json.dumps(asdict(plan), indent=2) + "\n")
+
+
+def load_plan(folder: Path) -> Plan:
+    """Return what :func:`save_plan` was given."""
+    said = json.loads((folder / _FILE).read_text())
+    return Plan(Settings(**said["settings"]), tuple(Run(**run) for run in said["runs"]))

@@ -1,0 +1,58 @@
+"""What targets can bound of ``bench train``: some methods beside the baseline, where that is a fair question."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+from bench.habits import Report
+from bench.train_methods import BASELINE
+from bench.train_plan import Settings
+from bench.train_summary import Summary, find_baseline, find_common_loss, seconds_to
+
+_HEADLINE = "flexdemo-k32"
+_RATIOS: Mapping[str, tuple[str, Callable[[Summary, Summary, float], float]]] = {
+    "loss_ratio_k32": (_HEADLINE, lambda ours, base, _: (ours.loss or 0.0) / (base.loss or 1.0)),
+    "bytes_saved_k32": (_HEADLINE, lambda ours, base, _: base.sent_nbytes / ours.sent_nbytes),
+    "speedup_k32": (_HEADLINE, lambda ours, base, loss: _seconds(base, loss) / _seconds(ours, loss)),
+}
+"""The figures: which method, and what of it beside the baseline; the number is a loss that both reached."""
+
+KNOWN_FIGURES = frozenset({*_RATIOS, "replicas_differ", "diverged"})
+
+
+def make_report(summaries: Sequence[Summary], settings: Settings, *, quick: bool) -> Report:
+    """Return figures, each with its value or the reason why this run has none, and a row for each method."""
+    figures = {
+        "replicas_differ": float(sum(not one.replicas_equal for one in summaries)),
+        "diverged": float(sum(len(one.diverged) for one in summaries)),
+    }
+    unmeasured = {}
+    for figure, (method, ratio) in _RATIOS.items():
+        ours, base = next((one for one in summaries if one.method == method), None), find_baseline(summaries)
+        reason = _why_not(figure, method, ours, base, settings, quick=quick)
+        if reason or ours is None or base is None:
+            unmeasured[figure] = reason
+        else:
+            figures[figure] = ratio(ours, base, find_common_loss([ours, base]) or 0.0)
+    rows = [{**asdict(one), "loss": one.loss} for one in summaries]
+    return Report("train", KNOWN_FIGURES, figures, rows, asdict(settings), unmeasured)
+
+
+def _why_not(
+    figure: str, method: str, ours: Summary | None, base: Summary | None, settings: Settings, *, quick: bool
+) -> str:
+    if ours is None or base is None:
+        return f"it needs {BASELINE} and {method}: not among --methods, or not trained to the end"
+    if settings.nodes == 1:
+        return "one node sends nothing to others"
+    if not ours.curve:
+        return f"{method} diverged"
+    if quick and not figure.startswith("bytes"):
+        return "--quick ends before methods differ"
+    if figure.startswith("speedup") and settings.rate is None:
+        return "on one host, links cost nothing: give --rate, such as 100mbit"
+    return ""
+
+
+def _seconds(one: Summary, loss: float) -> float:
+    seconds = seconds_to(one.curve, loss)
+    return float("nan") if seconds is None else seconds

@@ -1,0 +1,92 @@
+"""A model of ``bench train`` with what trains it: how it takes a step, and what it has learnt."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from bench.train_corpus import Corpus, draw_batch, spread_windows
+from bench.train_methods import METHODS
+from bench.train_model import ByteGpt, Size, build_model, find_size, loss_of, shard_inside_node_
+from bench.train_plan import Run, Settings
+from bench.train_schedule import warm_up_then_cosine
+from flexcomm import World
+from flexdemo.parameters import local
+
+_EVAL_WINDOWS_AT_ONCE = 16
+_MOST_NORM = 1.0
+"""Of this rank's gradient, or of its node's where that is sharded."""
+
+
+@dataclass(eq=False)
+class Trainee:
+    """One rank's part of a model in training. ``gradient_elements`` is what it holds of gradients before a step."""
+
+    run: Run
+    settings: Settings
+    corpus: Corpus
+    world: World
+    model: ByteGpt
+    optimizer: Optimizer
+    schedule: LambdaLR
+    gradient_elements: int = 0
+
+    @property
+    def size(self) -> Size:
+        return find_size(self.settings.size)
+
+    def step(self, number: int) -> Tensor:
+        """Take one step, and return this rank's loss before it."""
+        place = {"seed": self.run.seed, "step": number, "rank": self.world.topology.rank}
+        batch = draw_batch(self.corpus.training, self.settings.windows, self.size.context, **place)
+        loss = loss_of(self.model, batch.to(self.world.device))
+        torch.autograd.backward(loss)
+        if not self.gradient_elements:
+            gradients = [param.grad for param in self.model.parameters() if param.grad is not None]
+            self.gradient_elements = sum(local(gradient).numel() for gradient in gradients)
+        clip_grad_norm_(self.model.parameters(), _MOST_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return the mean loss on validation bytes, the same on all ranks, of which each reads its share.
+
+        Nodes that stepped alone since they last met hold different models: then it is the mean of theirs.
+        """
+        place = self.world.topology
+        share = -(-self.settings.eval_windows // place.size)
+        windows = spread_windows(self.corpus.validation, share * place.size, self.size.context)[
+            place.rank :: place.size
+        ]
+        parts = torch.split(windows.to(self.world.device), _EVAL_WINDOWS_AT_ONCE)
+        losses = [loss_of(self.model, part) * len(part) for part in parts]
+        own = (torch.stack(losses).sum() / share).double().cpu()
+        return float(self.world.control.all_gather(own.view(1)).wait().mean())
+
+    def whole_parameters(self) -> list[Tensor]:
+        """Return all parameters, those that are sharded put together. All ranks call it together."""
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters())
+        return [tensor.detach() for tensor in whole]
+
+    def parameter_count(self) -> int:
+        return sum(param.numel() for param in self.model.parameters())
+
+    def parameters_per_rank(self) -> int:
+        return sum(local(param).numel() for param in self.model.parameters())
+
+
+def make_trainee(run: Run, settings: Settings, corpus: Corpus, world: World) -> Trainee:
+    """Return a fresh model and its optimizer, functions of the run's seed. All ranks call it together."""
+    model = build_model(find_size(settings.size), run.seed, world.device)
+    if settings.shard:
+        shard_inside_node_(model, world)
+    optimizer = METHODS[run.method].make(model, world, run.lr, settings.steps)
+    schedule = LambdaLR(optimizer, warm_up_then_cosine(settings.steps))
+    return Trainee(run, settings, corpus, world, model, optimizer, schedule)
