@@ -1,0 +1,79 @@
+"""The optimizers and hooks keep a core of their laws over MPI: gradients of FSDP inside a node still go by gloo."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+from mpi4py import MPI
+
+import flexcomm
+from tests.ranks import checkpoint_laws, hook_laws, optimizer_laws
+from tests.ranks.optimizer_laws import OPTIMIZERS, fifty_steps_are_demos, replicas_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from flexcomm import World
+    from tests.mpi.shaped import Shaped
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+LAWS: dict[str, Callable[[World], object]] = {
+    **{
+        law.__name__: law
+        for law in (
+            optimizer_laws.overlap_gives_the_same_bits,
+            optimizer_laws.unused_parameters_are_not_waited_for,
+            optimizer_laws.a_nan_on_one_rank_changes_nothing_on_any,
+            optimizer_laws.a_node_that_fails_alone_does_not_miss_the_meeting,
+            optimizer_laws.a_grad_scaler_scales_and_skips_on_all_ranks_alike,
+            optimizer_laws.replicas_begin_as_node_0,
+        )
+    },
+    **{name: law for name, law in replicas_of().items() if name.endswith((", sign", ", overlap", ", outer"))},
+    "states_go_on, sign": partial(checkpoint_laws.states_go_on, name=next(iter(OPTIMIZERS))),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_optimizers_keep_the_law(shaped: Shaped, law: str) -> None:
+    shaped.keep(LAWS[law])
+
+
+def test_fifty_steps_are_demos(shaped: Shaped) -> None:
+    if shaped.shape.ranks_per_node == 1:
+        shaped.keep(partial(fifty_steps_are_demos, shape=(70, 130), k=32, seed=7))
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[World]:
+    """Four ranks as two nodes: MPI between them, gloo for torch's own groups."""
+    if MPI.COMM_WORLD.Get_size() != 4:
+        pytest.skip("two nodes of two ranks need four")
+    with flexcomm.connect(ranks_per_node=2, timeout_s=60) as world:
+        yield world
+
+
+HOOK_LAWS = (
+    hook_laws.fsdp2_sends_all,
+    hook_laws.ddp_sends_all,
+    hook_laws.fsdp1_sends_all,
+    hook_laws.the_fsdp2_hook_is_the_optimizers_exchange,
+    hook_laws.the_ddp_hook_is_the_optimizers_exchange,
+    hook_laws.optimizers_take_shards,
+    hook_laws.a_nan_leaves_residuals_alone,
+)
+
+
+@pytest.mark.parametrize("law", HOOK_LAWS, ids=lambda law: law.__name__)
+def test_hooks_keep_the_law(two_nodes: World, law: Callable[[World], object]) -> None:
+    law(two_nodes)
+    two_nodes.control.barrier().wait()
+
+
+@pytest.mark.parametrize("name", ["FlexDeMo, FSDP2", "hook, FSDP2", "hook, DDP"])
+def test_checkpoints_go_on(two_nodes: World, name: str) -> None:
+    checkpoint_laws.files_go_on(two_nodes, name)
+    two_nodes.control.barrier().wait()
