@@ -7,6 +7,7 @@ from flexdemo.files import load_checkpoint, save_checkpoint
 from flexdemo.fsdp import attach_to_fsdp
 from flexdemo.optimizer import FlexDeMo
 from flexdemo.settings import Outer
+from flexdemo.steps import StepExchange
 
 __all__ = [
     "Attachment",
@@ -14,6 +15,7 @@ __all__ = [
     "FlexDeMo",
     "FlexDeMoAdamW",
     "Outer",
+    "StepExchange",
     "attach_to_ddp",
     "attach_to_fsdp",
     "exchange_bucket",

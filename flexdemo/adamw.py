@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from flexcomm import demo, dense
 from flexcomm.sync import BUCKET_BYTES
 from flexdemo.exchange import Terms
-from flexdemo.parameters import wrapped_like
+from flexdemo.inner import Inner
 from flexdemo.training import NodeOptimizer
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class FlexDeMoAdamW(NodeOptimizer):
         fused: bool | None = None,
     ) -> None:
         # Of a parameter of its own: torch's AdamW checks its settings here, and gives the defaults of its groups.
-        self._inner = AdamW(
+        adamw = AdamW(
             [torch.zeros(1, requires_grad=True)],
             lr=lr,
             betas=betas,
@@ -70,10 +70,11 @@ class FlexDeMoAdamW(NodeOptimizer):
             foreach=foreach,
             fused=fused,
         )
+        self._inner = Inner([adamw], [1])
         own = {"decay": decay, "alpha": alpha, "compressor": compressor or demo(), "node_averaged": node_averaged}
         super().__init__(
             params,
-            {**self._inner.defaults, **own},
+            {**adamw.defaults, **own},
             world,
             average=average,
             nonfinite=nonfinite,
@@ -83,16 +84,7 @@ class FlexDeMoAdamW(NodeOptimizer):
             outer=outer,
             overlap=overlap,
         )
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, on all ranks alike, with moments that torch's AdamW would begin with."""
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            self.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False),
-            }
+        self._inner.begin(self)
 
     def _terms(self, group: Group) -> Terms:
         return Terms(group["compressor"], group["decay"], 1.0, group["alpha"])
@@ -102,13 +94,4 @@ class FlexDeMoAdamW(NodeOptimizer):
         return Terms(dense())
 
     def _apply(self, received: list[Received]) -> None:
-        own = [(param, param.grad) for lot in self._feed.lots for param in lot.params]
-        for lot, averages in received:
-            for param, average in zip(lot.params, averages, strict=True):
-                param.grad = wrapped_like(average, param)
-        self._inner.param_groups, self._inner.state = self.param_groups, self.state
-        try:
-            self._inner.step()
-        finally:
-            for param, gradient in own:
-                param.grad = gradient
+        self._inner.apply(self, received)

@@ -20,6 +20,7 @@ from flexdemo import (
     FlexDeMo,
     FlexDeMoAdamW,
     Outer,
+    StepExchange,
     attach_to_ddp,
     attach_to_fsdp,
     load_checkpoint,
@@ -113,6 +114,14 @@ def fsdp2(world: World, make: Callable[..., Optimizer], seed: int = 0, **options
     return model, make(model.named_parameters(), world=world, compressor=COMPRESSOR, **options), None
 
 
+def fsdp2_muon(world: World, seed: int = 0) -> Run:
+    model = sharded(world, make_model(seed))
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    rest = [param for param in model.parameters() if param.dim() != 2]
+    optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
+    return model, StepExchange(optimizers, compressor=COMPRESSOR, world=world, exchange_every=2), None
+
+
 def fsdp2_hook(world: World, seed: int = 0) -> Run:
     model = sharded(world, make_model(seed))
     attachment = attach_to_fsdp(model, flexcomm.random_k(1 / 4), world=world)
@@ -137,6 +146,7 @@ RUNS: dict[str, Callable[..., Run]] = {
     "local steps, FSDP2": partial(fsdp2, make=FlexDeMoAdamW, exchange_every=2, outer=Outer()),
     "FlexDeMo, replicas": partial(replicas, make=FlexDeMo),
     "local steps, replicas": partial(replicas, make=FlexDeMo, exchange_every=2),
+    "Muon's steps, FSDP2": fsdp2_muon,
     "hook, FSDP2": fsdp2_hook,
     "hook, DDP": ddp_hook,
 }

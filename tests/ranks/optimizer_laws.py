@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import flexcomm
 from flexcomm import InvalidArgumentError, NonFiniteError, World
 from flexcomm.testing.expected import require_same_everywhere
-from flexdemo import FlexDeMo, FlexDeMoAdamW, Outer
+from flexdemo import FlexDeMo, FlexDeMoAdamW, Outer, StepExchange
 from flexdemo.training import NodeOptimizer
 from tests.naive_demo import CLOSEST, ROUNDING, NaiveDemo
 from tests.ranks.recipes import ALL_LAWS
@@ -59,6 +59,15 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda zoo, world: adamw(zoo, world, bucket_bytes=SMALL),
     "adamw fused": lambda zoo, world: adamw(zoo, world, fused=True, compressor=flexcomm.dense()),
     "steps": lambda zoo, world: adamw(zoo, world, exchange="steps"),
+    "muon": lambda zoo, world: StepExchange(
+        [
+            torch.optim.Muon([zoo.matrix, zoo.square], lr=2.0**-7),
+            torch.optim.SGD([param for param in zoo.parameters() if param.dim() != 2 or not param.numel()], 2.0**-7),
+        ],
+        compressor=flexcomm.dense(values="sign2"),
+        world=world,
+        bucket_bytes=SMALL,
+    ),
     "local": lambda zoo, world: flexdemo(zoo, world, exchange_every=4),
     "local adamw": lambda zoo, world: adamw(zoo, world, exchange_every=4, bucket_bytes=SMALL),
     "outer": lambda zoo, world: adamw(
