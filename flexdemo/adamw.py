@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch.optim import AdamW
 
-from flexcomm import demo, dense
+from flexcomm import demo
 from flexcomm.sync import BUCKET_BYTES
-from flexdemo.exchange import Terms
-from flexdemo.inner import Inner
-from flexdemo.training import NodeOptimizer
+from flexdemo.exchanged import Exchanged
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -19,14 +16,12 @@ if TYPE_CHECKING:
     from flexcomm import Compressor, World
     from flexcomm.kernels import Average
     from flexcomm.routes import NonFinitePolicy
-    from flexdemo.exchange import Received
-    from flexdemo.parameters import Group
     from flexdemo.settings import Outer, Sent
 
 __all__ = ["FlexDeMoAdamW"]
 
 
-class FlexDeMoAdamW(NodeOptimizer):
+class FlexDeMoAdamW(Exchanged):
     """AdamW whose gradients are exchanged between nodes as far as ``compressor`` sends them.
 
     ``decay * residual + gradient`` is compressed and, averaged over nodes, taken for the gradient by torch's own AdamW;
@@ -34,8 +29,6 @@ class FlexDeMoAdamW(NodeOptimizer):
     what it moved is compressed and averaged instead; with ``exchange_every=n`` that of n steps, by ``outer`` if given:
     DiLoCo (arXiv 2311.08105).
     """
-
-    _remembers_alone = False
 
     def __init__(
         self,
@@ -47,12 +40,12 @@ class FlexDeMoAdamW(NodeOptimizer):
         *,
         compressor: Compressor | None = None,
         world: World | None = None,
+        exchange: Sent = "gradients",
+        exchange_every: int = 1,
+        outer: Outer | None = None,
         decay: float = 1.0,
         alpha: float = 1.0,
         average: Average = "nodes",
-        exchange_every: int = 1,
-        exchange: Sent = "gradients",
-        outer: Outer | None = None,
         overlap: bool = False,
         nonfinite: NonFinitePolicy = "raise",
         bucket_bytes: int = BUCKET_BYTES,
@@ -60,38 +53,20 @@ class FlexDeMoAdamW(NodeOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        # Of a parameter of its own: torch's AdamW checks its settings here, and gives the defaults of its groups.
-        adamw = AdamW(
-            [torch.zeros(1, requires_grad=True)],
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            foreach=foreach,
-            fused=fused,
-        )
-        self._inner = Inner([adamw], [1])
-        own = {"decay": decay, "alpha": alpha, "compressor": compressor or demo(), "node_averaged": node_averaged}
+        adamw = AdamW(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
         super().__init__(
-            params,
-            {**adamw.defaults, **own},
-            world,
+            [adamw],
+            compressor=demo() if compressor is None else compressor,
+            world=world,
+            exchange=exchange,
+            exchange_every=exchange_every,
+            outer=outer,
+            decay=decay,
+            alpha=alpha,
             average=average,
+            overlap=overlap,
             nonfinite=nonfinite,
             bucket_bytes=bucket_bytes,
-            exchange_every=exchange_every,
-            exchange=exchange,
-            outer=outer,
-            overlap=overlap,
+            node_averaged=node_averaged,
         )
-        self._inner.begin(self)
-
-    def _terms(self, group: Group) -> Terms:
-        return Terms(group["compressor"], group["decay"], 1.0, group["alpha"])
-
-    def _alone_terms(self, group: Group) -> Terms:
-        del group
-        return Terms(dense())
-
-    def _apply(self, received: list[Received]) -> None:
-        self._inner.apply(self, received)
+        self.defaults |= adamw.defaults

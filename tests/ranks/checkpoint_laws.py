@@ -17,10 +17,10 @@ import flexcomm
 from flexcomm import InvalidArgumentError, World
 from flexdemo import (
     Attachment,
+    Exchanged,
     FlexDeMo,
     FlexDeMoAdamW,
     Outer,
-    StepExchange,
     attach_to_ddp,
     attach_to_fsdp,
     load_checkpoint,
@@ -119,7 +119,7 @@ def fsdp2_muon(world: World, seed: int = 0) -> Run:
     matrices = [param for param in model.parameters() if param.dim() == 2]
     rest = [param for param in model.parameters() if param.dim() != 2]
     optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
-    return model, StepExchange(optimizers, compressor=COMPRESSOR, world=world, exchange_every=2), None
+    return model, Exchanged(optimizers, compressor=COMPRESSOR, world=world, exchange_every=2), None
 
 
 def fsdp2_hook(world: World, seed: int = 0) -> Run:

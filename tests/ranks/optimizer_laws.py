@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import flexcomm
 from flexcomm import InvalidArgumentError, NonFiniteError, World
 from flexcomm.testing.expected import require_same_everywhere
-from flexdemo import FlexDeMo, FlexDeMoAdamW, Outer, StepExchange
+from flexdemo import Exchanged, FlexDeMo, FlexDeMoAdamW, Outer
 from flexdemo.training import NodeOptimizer
 from tests.naive_demo import CLOSEST, ROUNDING, NaiveDemo
 from tests.ranks.recipes import ALL_LAWS
@@ -59,12 +59,13 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda zoo, world: adamw(zoo, world, bucket_bytes=SMALL),
     "adamw fused": lambda zoo, world: adamw(zoo, world, fused=True, compressor=flexcomm.dense()),
     "steps": lambda zoo, world: adamw(zoo, world, exchange="steps"),
-    "muon": lambda zoo, world: StepExchange(
+    "muon": lambda zoo, world: Exchanged(
         [
             torch.optim.Muon([zoo.matrix, zoo.square], lr=2.0**-7),
             torch.optim.SGD([param for param in zoo.parameters() if param.dim() != 2 or not param.numel()], 2.0**-7),
         ],
         compressor=flexcomm.dense(values="sign2"),
+        exchange="steps",
         world=world,
         bucket_bytes=SMALL,
     ),

@@ -1,4 +1,4 @@
-"""StepExchange: any of torch's optimizers on every node; what they moved is compressed and averaged."""
+"""Any of torch's optimizers over many nodes, which exchange gradients or steps."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from flexcomm import Compressor, World
+    from flexcomm.kernels import Average
     from flexcomm.routes import NonFinitePolicy
     from flexdemo.exchange import Received
     from flexdemo.parameters import Group
-    from flexdemo.settings import Outer
+    from flexdemo.settings import Outer, Sent
 
-__all__ = ["StepExchange"]
+__all__ = ["Exchanged"]
 
 
-class StepExchange(NodeOptimizer):
-    """Every node steps on its own gradients by ``optimizers``, then nodes meet where they are on average.
+class Exchanged(NodeOptimizer):
+    """Torch's own ``optimizers``, on every node, with replicas that hold the same bits after every exchange.
 
-    After ``exchange_every`` steps the way each node went is compressed, what is not sent of it waits for the next time,
-    and ``outer``, if given, moves all of them by the average. Replicas hold the same bits then. Groups and learning
-    rates are those of ``optimizers``, in order; hand this one to schedulers. Groups may have a ``compressor`` each.
+    ``exchange="gradients"``: ``decay * residual + gradient`` is compressed, and what all nodes sent, averaged, is the
+    gradient that every node steps on. ``exchange="steps"``: every node steps on its own gradients, and how far it went
+    in ``exchange_every`` steps is compressed and averaged, by ``outer`` if given. What is not sent waits for the next
+    time. Groups and learning rates are those of ``optimizers``, in order; schedulers want this one. Groups may differ
+    in compressor, decay and alpha.
     """
 
     _remembers_alone = False
@@ -40,8 +43,12 @@ class StepExchange(NodeOptimizer):
         *,
         compressor: Compressor,
         world: World | None = None,
+        exchange: Sent = "gradients",
         exchange_every: int = 1,
         outer: Outer | None = None,
+        decay: float = 1.0,
+        alpha: float = 1.0,
+        average: Average = "nodes",
         overlap: bool = False,
         nonfinite: NonFinitePolicy = "raise",
         bucket_bytes: int = BUCKET_BYTES,
@@ -50,20 +57,20 @@ class StepExchange(NodeOptimizer):
         self._inner = Inner(optimizers, [len(one.param_groups) for one in optimizers])
         super().__init__(
             [group for one in optimizers for group in one.param_groups],
-            {"compressor": compressor, "node_averaged": node_averaged},
+            {"compressor": compressor, "decay": decay, "alpha": alpha, "node_averaged": node_averaged},
             world,
-            average="nodes",
+            average=average,
             nonfinite=nonfinite,
             bucket_bytes=bucket_bytes,
             exchange_every=exchange_every,
-            exchange="steps",
+            exchange=exchange,
             outer=outer,
             overlap=overlap,
         )
         self._inner.begin(self)
 
     def _terms(self, group: Group) -> Terms:
-        return Terms(group["compressor"])
+        return Terms(group["compressor"], group["decay"], 1.0, group["alpha"])
 
     def _alone_terms(self, group: Group) -> Terms:
         del group
