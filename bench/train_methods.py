@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from bench.errors import UsageError
 from flexcomm import Compressor, World, demo, dense, random_k, striding
-from flexdemo import FlexDeMo, FlexDeMoAdamW, Outer
+from flexdemo import Exchanged, FlexDeMo, FlexDeMoAdamW, Outer
 
 BASELINE = "adamw"
 
@@ -25,7 +25,7 @@ Builder: TypeAlias = Callable[[Groups, World, float, int], Optimizer]
 _BETAS = (0.9, 0.99)
 _WEIGHT_DECAY = 0.1
 _RATE = 1 / 32
-_LOCAL_STEPS = 10
+_LOCAL_STEPS = 5
 _ADAMW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 _SIGN_GRID = (2.5e-4, 5e-4, 1e-3, 2e-3)
 _FEW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -81,33 +81,60 @@ def _adamw(compressor: Compressor, **settings: Any) -> Builder:
     return build
 
 
-def _local(**settings: Any) -> Builder:
-    # A node alone may meet NaN that others do not: to raise there would leave them waiting. Losses tell of it anyway.
-    return _adamw(dense(values="sign2"), exchange_every=_LOCAL_STEPS, nonfinite="skip", **settings)
+def _muon(compressor: Compressor, **settings: Any) -> Builder:
+    """Muon on the matrices of blocks, AdamW on embeddings, norms and biases, at one learning rate."""
 
+    def build(groups: Groups, world: World, lr: float, _steps: int) -> Optimizer:
+        named = [pair for group in groups for pair in group["params"]]
+        matrices = [(name, param) for name, param in named if param.dim() == 2 and name.startswith("blocks.")]
+        rest = [(name, param) for name, param in named if not any(param is one for _, one in matrices)]
+        muon = Muon(matrices, lr, weight_decay=_WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+        adamw = AdamW(rest, lr, _BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
+        return Exchanged([muon, adamw], compressor=compressor, world=world, **settings)
+
+    return build
+
+
+# A node alone may meet NaN that others do not: to raise there would leave them without it. Losses tell of it anyway.
+_ALONE = {"exchange_every": _LOCAL_STEPS, "nonfinite": "skip"}
+_THREE_BITS = dense(values="sign2")
 
 _TABLE = (
     Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", _adamw(dense(torch.float32)), _ADAMW_GRID),
+    Method("muon", "torch's Muon on the mean gradient, sent as fp32", _muon(dense(torch.float32)), _ADAMW_GRID),
     Method("flexdemo-k8", "FlexDeMo, demo(k=8)", _flexdemo(demo(8)), _SIGN_GRID),
     Method("flexdemo-k32", "FlexDeMo, demo(k=32)", _flexdemo(demo(32)), _SIGN_GRID),
     Method("flexdemo-k96", "FlexDeMo, demo(k=96)", _flexdemo(demo(96)), _SIGN_GRID),
     Method("flexdemo-sign", "FlexDeMo, demo(k=32, values='sign')", _flexdemo(demo(32, values="sign")), _SIGN_GRID),
-    Method("flexdemo-adamw", "FlexDeMoAdamW, demo(k=32)", _adamw(demo(32)), _ADAMW_GRID),
+    Method("flexdemo-adamw", "FlexDeMoAdamW, demo(k=96)", _adamw(demo(96)), _ADAMW_GRID),
     Method("random", "FlexDeMo, random_k(1/32)", _flexdemo(random_k(_RATE)), _FEW_GRID),
     Method("striding", "FlexDeMo, striding(1/32)", _flexdemo(striding(_RATE)), _FEW_GRID),
     Method(
         "local",
-        f"FlexDeMoAdamW, {_LOCAL_STEPS} steps alone, then the mean, in two bits",
-        _local(),
+        f"FlexDeMoAdamW, {_LOCAL_STEPS} steps alone, then the mean in three bits",
+        _adamw(_THREE_BITS, **_ALONE),
         _ADAMW_GRID,
         meets_every=_LOCAL_STEPS,
     ),
     Method(
         "local-outer",
-        f"FlexDeMoAdamW, {_LOCAL_STEPS} steps alone, then Outer() on the mean, in two bits",
-        _local(outer=Outer()),
+        f"the same, moved by Outer() along the mean: DiLoCo with {_LOCAL_STEPS} steps",
+        _adamw(_THREE_BITS, outer=Outer(), **_ALONE),
         _ADAMW_GRID,
         meets_every=_LOCAL_STEPS,
+    ),
+    Method(
+        "local-muon",
+        f"Muon, {_LOCAL_STEPS} steps alone, then the mean in three bits",
+        _muon(_THREE_BITS, exchange="steps", **_ALONE),
+        _ADAMW_GRID,
+        meets_every=_LOCAL_STEPS,
+    ),
+    Method(
+        "steps-muon",
+        "Muon's steps, every one of them exchanged as demo(k=320, values='sign')",
+        _muon(demo(320, values="sign"), exchange="steps"),
+        _ADAMW_GRID,
     ),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _TABLE}

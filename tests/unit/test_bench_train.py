@@ -359,10 +359,10 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     ("arguments", "message"),
     [
         (["--size", "7b"], "needed one of tiny, small, wide"),
-        (["--methods", "adamw,zip"], "needed all, or some of adamw, flexdemo-k8"),
+        (["--methods", "adamw,zip"], "needed all, or some of adamw, muon"),
         (["--methods", ","], "needed all"),
         (["--steps", "0"], "got --steps 0"),
-        (["--steps", "15", "--methods", "local"], "nodes meet every 10 with local"),
+        (["--steps", "14", "--methods", "local"], "nodes meet every 5 with local"),
         (["--batch", "0"], "got --batch 0"),
         (["--eval-every", "0"], "got --eval-every 0"),
         (["--seeds", "one"], "got --seeds 'one'"),

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from flexcomm.bucket import decode_bucket_, encode_bucket_, plan_bucket, regions_of
-from flexcomm.compress import TensorSpec, demo
+from flexcomm.compress import TensorSpec, demo, top_k
 from flexcomm.kernels import Kernels, Momentum, ReferenceKernels, TensorPlan
 from flexcomm.kernels.cpu import CpuKernels
-from flexcomm.testing.coefficients import elements_of
+from flexcomm.testing.coefficients import elements_of, encode, sent_coefficients
+from flexcomm.testing.compressors import state_of
 from tests.naive_demo import CLOSEST, ROUNDING, Floats, NaiveDemo
 
 NODES, STEPS, DECAY, RATE = 3, 50, 0.999, 1e-3
@@ -94,3 +95,17 @@ def test_an_average_over_nodes_is_another_rule() -> None:
     expected = naive.step([gradient.double().numpy() for gradient in gradients])
     ours = OurDemo((64, 128), 32, 64, CpuKernels(1))
     assert relative_difference(ours.step(gradients, 0) / NODES, expected) > 1000 * ROUNDING
+
+
+@pytest.mark.parametrize("kernels", [CpuKernels(1), ReferenceKernels()], ids=["cpu", "reference"])
+@pytest.mark.parametrize("keep", [5, 64], ids=["some", "all"])
+def test_a_share_of_what_was_sent_stays(kernels: Kernels, keep: int) -> None:
+    """``decay * state + gain * coefficients == alpha * decoded + next_state``: exact, for powers of two."""
+    plan = plan_bucket((TensorSpec("x", (64,), torch.float32),), top_k(keep / 64, values="fp32")).plans[0]
+    x, state = torch.arange(64.0), torch.arange(64.0).flip(0).view(plan.state_shape).clone()
+    before = 0.5 * state + 2.0 * x.view(plan.state_shape)
+    momentum = Momentum(state, torch.empty_like(state), decay=0.5, gain=2.0, alpha=0.25)
+    sent = encode(kernels, x, plan, momentum=momentum)
+    decoded = sent_coefficients(kernels, sent, plan)
+    assert int((decoded != 0).sum()) == keep
+    assert torch.equal(before, 0.25 * decoded + state_of(momentum))

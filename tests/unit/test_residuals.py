@@ -123,6 +123,21 @@ def test_states_come_back_from_a_state_dict_as_copies() -> None:
     assert bool((other["w"] == 9.0).all())
 
 
+def test_undo_goes_back_to_what_was_before_a_commit() -> None:
+    residuals = with_value(7.0)
+    lend(residuals, value=8.0)
+    residuals.commit(["w"])
+    residuals.undo(["w"])
+    assert bool((residuals["w"] == 7.0).all())
+    lend(residuals)
+    with pytest.raises(InvalidArgumentError, match="was used again"):
+        residuals.undo(["w"])
+
+
+def test_alpha_is_handed_to_the_kernels() -> None:
+    assert Residuals(alpha=0.25).lend("w", PLAN, CPU).alpha == 0.25
+
+
 def test_reset_forgets_everything() -> None:
     residuals = with_value(7.0)
     residuals.reset()

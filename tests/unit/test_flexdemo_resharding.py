@@ -1,0 +1,54 @@
+"""Residuals cut anew hold the same elements, however many ranks saved them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexcomm
+from flexcomm import InvalidArgumentError, TensorSpec
+from flexcomm.kernels import Momentum
+from flexcomm.kernels.reference.transform import accumulate, restore
+from flexdemo.resharding import Whole
+
+SHAPES = {"matrix": (100, 70), "flat": (1000,), "few rows": (3, 70), "stack": (5, 20, 20)}
+# Transformed there and back twice, each time some ten roundings of 2**-24 of the largest, which is below 5.
+ROUNDING = 2.0**-24 * 40 * 5
+
+
+def whole(shape: tuple[int, ...], dim: int | None) -> Whole:
+    return Whole(TensorSpec("w", shape, torch.float32), flexcomm.demo(k=4, chunk=16), dim)
+
+
+def saved_by(ranks: int, x: Tensor, kept: Whole) -> Tensor:
+    """Return what so many ranks would save of ``x``: a row each, zeros at the end."""
+    rows = []
+    for part in kept._parts(ranks):
+        elements = torch.zeros(0) if part is None else kept._elements(x, part)
+        state = torch.zeros(0) if part is None else accumulate(elements, part.plan, Momentum()).reshape(-1)
+        rows.append(state)
+    longest = max(row.numel() for row in rows)
+    return torch.stack([torch.nn.functional.pad(row, (0, longest - row.numel())) for row in rows])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dim", [None, 0])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (4, 2), (3, 5)])
+def test_elements_stay_what_they_were(shape: tuple[int, ...], dim: int | None, before: int, after: int) -> None:
+    kept, x = whole(shape, dim), torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    rows, found = saved_by(before, x, kept), torch.zeros(shape)
+    for rank, part in enumerate(kept._parts(after)):
+        state = kept.reshard(rows, after, rank)
+        if part is None:
+            assert state.numel() == 0
+            continue
+        assert tuple(state.shape) == part.plan.state_shape
+        elements = kept._elements(found, part)
+        elements.copy_(restore(state, part.plan).reshape(elements.shape))
+    assert float((found - x).abs().max()) <= ROUNDING
+
+
+def test_rows_of_another_model_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="of another model"):
+        whole((100, 70), None).reshard(torch.zeros(2, 100), 1, 0)
