@@ -28,9 +28,9 @@ from bench.train_start import check_start, start_ranks
 from bench.train_summary import Summary, columns_for, find_common_loss, format_rows, summarise
 from bench.train_watch import watching
 
-_QUICK_METHODS = "adamw,flexdemo-k32,flexdemo-adamw,local-outer"
-_QUICK_STEPS = 40
-_QUICK_EVAL_EVERY = 10
+_QUICK_METHODS = "adamw,flexdemo-k32,local,local-muon"
+_QUICK_STEPS = 200
+_QUICK_EVAL_EVERY = 20
 _EVALUATIONS = 10
 _EVAL_WINDOWS = 128
 

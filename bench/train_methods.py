@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from bench.errors import UsageError
+from bench.train_muon import Muon
 from flexcomm import Compressor, World, demo, dense, random_k, striding
 from flexdemo import Exchanged, FlexDeMo, FlexDeMoAdamW, Outer
 
@@ -88,7 +89,7 @@ def _muon(compressor: Compressor, **settings: Any) -> Builder:
         named = [pair for group in groups for pair in group["params"]]
         matrices = [(name, param) for name, param in named if param.dim() == 2 and name.startswith("blocks.")]
         rest = [(name, param) for name, param in named if not any(param is one for _, one in matrices)]
-        muon = Muon(matrices, lr, weight_decay=_WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+        muon = Muon(matrices, lr, weight_decay=_WEIGHT_DECAY)
         adamw = AdamW(rest, lr, _BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
         return Exchanged([muon, adamw], compressor=compressor, world=world, **settings)
 
@@ -101,7 +102,7 @@ _THREE_BITS = dense(values="sign2")
 
 _TABLE = (
     Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", _adamw(dense(torch.float32)), _ADAMW_GRID),
-    Method("muon", "torch's Muon on the mean gradient, sent as fp32", _muon(dense(torch.float32)), _ADAMW_GRID),
+    Method("muon", "Muon on the mean gradient, sent as fp32", _muon(dense(torch.float32)), _ADAMW_GRID),
     Method("flexdemo-k8", "FlexDeMo, demo(k=8)", _flexdemo(demo(8)), _SIGN_GRID),
     Method("flexdemo-k32", "FlexDeMo, demo(k=32)", _flexdemo(demo(32)), _SIGN_GRID),
     Method("flexdemo-k96", "FlexDeMo, demo(k=96)", _flexdemo(demo(96)), _SIGN_GRID),

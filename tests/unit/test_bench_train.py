@@ -16,6 +16,7 @@ from bench.train_corpus import draw_batch, is_validation, list_sources, load_cor
 from bench.train_loop import allreduce_nbytes
 from bench.train_methods import BASELINE, METHODS, group_parameters, parse_methods
 from bench.train_model import SIZES, build_model, find_size, loss_of
+from bench.train_muon import Muon, orthogonal
 from bench.train_plan import Plan, Run, Settings, load_plan, save_plan
 from bench.train_plot import draw_plot
 from bench.train_rates import Choice, Swept, choose_rates, load_rates, save_sweep
@@ -389,3 +390,29 @@ def test_a_folder_with_another_runs_records_is_refused(tmp_path: Path, capsys: p
     (tmp_path / "adamw.jsonl").touch()
     assert main(["train", "--quick", "--methods", BASELINE, "--out", str(tmp_path)]) == 2
     assert "records of another run" in capsys.readouterr().err
+
+
+def test_muon_makes_singular_values_one_and_keeps_their_vectors() -> None:
+    """Five iterations bring them to 0.7 to 1.2, as published, not to one."""
+    matrix = torch.randn(40, 70, generator=torch.Generator().manual_seed(0))
+    for x in (matrix, matrix.T):
+        left, _, right = torch.linalg.svd(x, full_matrices=False)
+        turned = left.T @ orthogonal(x) @ right.T
+        values = turned.diagonal()
+        assert float(values.min()) > 0.6
+        assert float(values.max()) < 1.3
+        assert float((turned - values.diag()).abs().max()) < 1e-3
+
+
+def test_muon_steps_as_torchs_does() -> None:
+    """But for its bfloat16: five iterations of products rounded to 2**-8 each."""
+    start, gradients = torch.randn(32, 48), [torch.randn(32, 48) for _ in range(3)]
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    one = Muon([ours], 0.01, weight_decay=0.1)
+    other = torch.optim.Muon([theirs], 0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for gradient in gradients:
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        one.step()
+        other.step()
+    moved = (theirs - start).detach()
+    assert float((ours - theirs).detach().norm() / moved.norm()) < 0.05
