@@ -11,6 +11,7 @@ from mpi4py import MPI
 import flexcomm
 from tests.ranks import checkpoint_laws, hook_laws, optimizer_laws
 from tests.ranks.optimizer_laws import OPTIMIZERS, fifty_steps_are_demos, replicas_of
+from tests.ranks.shapes import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,13 +39,14 @@ LAWS: dict[str, Callable[[World], object]] = {
 
 
 @pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("shaped", [Shape(2, 1), Shape(2, 2)], indirect=True, scope="module", ids=str)
 def test_the_optimizers_keep_the_law(shaped: Shaped, law: str) -> None:
     shaped.keep(LAWS[law])
 
 
+@pytest.mark.parametrize("shaped", [Shape(2, 1), Shape(4, 1)], indirect=True, scope="module", ids=str)
 def test_fifty_steps_are_demos(shaped: Shaped) -> None:
-    if shaped.shape.ranks_per_node == 1:
-        shaped.keep(partial(fifty_steps_are_demos, shape=(70, 130), k=32, seed=7))
+    shaped.keep(partial(fifty_steps_are_demos, shape=(70, 130), k=32, seed=7))
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ Momenta = dict[str, NDArray[np.float32]]
 """By parameter; as arrays, which outlive the process that sent them."""
 
 pytestmark = [pytest.mark.timeout(180)]
-SHAPES = (Shape(1, 1), Shape(2, 1), Shape(2, 2))
+SHAPES = (Shape(1, 1), Shape(2, 2))
 
 
 @lru_cache
@@ -108,8 +108,7 @@ def require_close(got: Momenta, expected: Momenta) -> None:
     assert any(x.any() for x in expected.values()), "there is momentum that could be lost"
 
 
-@pytest.mark.parametrize("kind", ["replicas", "fsdp2"])
-@pytest.mark.parametrize(("ranks", "others"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("kind", "ranks", "others"), [("replicas", 2, 3), ("fsdp2", 2, 3), ("fsdp2", 2, 1)])
 def test_ranks_per_node_may_change(tmp_path: Path, kind: str, ranks: int, others: int) -> None:
     """On one node: whose momentum it is, is clear."""
     saved = run_ranks(save_run, ranks, str(tmp_path), kind, ranks_per_node=ranks)
@@ -117,8 +116,7 @@ def test_ranks_per_node_may_change(tmp_path: Path, kind: str, ranks: int, others
     require_close(loaded[0], saved[0])
 
 
-@pytest.mark.parametrize("kind", ["replicas", "fsdp2"])
-@pytest.mark.parametrize(("nodes", "others"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("kind", "nodes", "others"), [("replicas", 2, 4), ("fsdp2", 2, 1)])
 def test_nodes_get_the_mean_of_all(tmp_path: Path, kind: str, nodes: int, others: int) -> None:
     saved = run_ranks(save_run, nodes, str(tmp_path), kind, ranks_per_node=1)
     mean = {name: np.stack([one[name] for one in saved]).mean(axis=0) for name in saved[0]}
