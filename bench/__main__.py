@@ -35,6 +35,9 @@ SUBCOMMANDS = (
     Subcommand("collectives", "bench.collectives", "collectives", "Averaging a tensor, by size and compressor."),
     Subcommand("sync", "bench.sync", "sync", "What a synchronisation costs beside its bytes."),
     Subcommand("step", "bench.step", "step", "The communication of one optimizer step, beside that of others."),
+    Subcommand(
+        "optimizer", "bench.optimizer", "optimizer", "What a step of FlexDeMo costs, beside AdamW and detonation."
+    ),
     Subcommand("train", "bench.train", "train", "Train a small GPT by several methods, beside AdamW."),
     Subcommand("sweep", "bench.sweep", "sweep", "`collectives` on emulated clusters of several sizes and rates."),
     Subcommand("report", "bench.report", "report", "Measure what docs/benchmarks.md shows, and write it there."),

@@ -11,7 +11,7 @@ from flexdemo.exchange import Exchange, Terms
 from flexdemo.slots import find_slots, load_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -71,6 +71,10 @@ class Attachment:
         """Plan what will be kept of a lot's tensors, on all ranks together: of that, states are saved."""
         slots = find_slots(lot, self.exchange, tensors, self.terms)
         self._slots |= {name: (slot, x) for name, slot, x in zip(lot.names, slots, tensors, strict=True)}
+
+    def remembers(self, names: Iterable[str]) -> bool:
+        """Return whether it is planned what will be kept of all these."""
+        return self._slots.keys() >= set(names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals by parameter, with a node axis, and how many steps there were."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+    from torch.nn import Parameter
     from torch.nn.parallel import DistributedDataParallel
 
     from flexcomm import Compressor, World
@@ -27,9 +28,10 @@ __all__ = ["DdpExchange", "attach_to_ddp", "exchange_bucket"]
 
 
 class DdpExchange(Attachment):
-    """The state of :func:`exchange_bucket`, for those who register hooks themselves, as Lightning does.
+    """The state of :func:`exchange_bucket`, for those who register hooks themselves, as Lightning does on GPUs.
 
-    Parameters are called by ``names``, else by the order in which their gradients first come.
+    Parameters are called by ``names``; without, by the order in which their gradients first come, and residuals can be
+    loaded only after that.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class DdpExchange(Attachment):
         compressor: Compressor,
         world: World | None = None,
         *,
-        names: Mapping[Tensor, str] | None = None,
+        names: Mapping[Parameter, str] | None = None,
         decay: float = 1.0,
         average: Average = "nodes",
         nonfinite: NonFinitePolicy = "raise",
@@ -46,9 +48,13 @@ class DdpExchange(Attachment):
         super().__init__(
             compressor, world, decay=decay, average=average, nonfinite=nonfinite, bucket_bytes=bucket_bytes
         )
-        self._names = dict(names or {})
+        self._names: dict[Tensor, str] = {**(names or {})}
         self._lots: dict[tuple[str, ...], Lot] = {}
         self._leaving: dict[Lot, tuple[GradBucket, torch.futures.Future[Tensor]]] = {}
+        if names:
+            params = tuple(names)
+            # All of them at once: torch fills buckets when it likes, and states must be known before.
+            self.remember(Lot(0, False, params, tuple(names.values())), params)
         self.is_attached = True
         self.on_detach(lambda: setattr(self, "is_attached", False))
 
@@ -68,7 +74,8 @@ class DdpExchange(Attachment):
         names = tuple(self._names.setdefault(param, str(len(self._names))) for param in params)
         if names not in self._lots:
             self._lots[names] = Lot(0, False, tuple(params), names)  # type: ignore[arg-type]  # Parameters, all
-            self.remember(self._lots[names], bucket.gradients())
+            if not self.remembers(names):
+                self.remember(self._lots[names], bucket.gradients())
         return self._lots[names]
 
     def _finish(self) -> None:

