@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class DdpExchange(Attachment):
         super().__init__(
             compressor, world, decay=decay, average=average, nonfinite=nonfinite, bucket_bytes=bucket_bytes
         )
-        self._names: dict[Tensor, str] = {**(names or {})}
+        self._names = dict(names or {})
         self._lots: dict[tuple[str, ...], Lot] = {}
         self._leaving: dict[Lot, tuple[GradBucket, torch.futures.Future[Tensor]]] = {}
         if names:
@@ -70,10 +70,10 @@ class DdpExchange(Attachment):
 
     def _lot_of(self, bucket: GradBucket) -> Lot:
         """Return the bucket's parameters as a lot: torch fills buckets anew after the first step."""
-        params = bucket.parameters()
+        params = cast("list[Parameter]", bucket.parameters())  # torch says tensors; they are what DDP was given
         names = tuple(self._names.setdefault(param, str(len(self._names))) for param in params)
         if names not in self._lots:
-            self._lots[names] = Lot(0, False, tuple(params), names)  # type: ignore[arg-type]  # Parameters, all
+            self._lots[names] = Lot(0, False, tuple(params), names)
             if not self.remembers(names):
                 self.remember(self._lots[names], bucket.gradients())
         return self._lots[names]
