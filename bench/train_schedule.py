@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable
 
-_WARM_UP = 0.15
+_WARM_UP = 0.2
 _LAST = 0.1
 
 
 def warm_up_then_cosine(steps: int) -> Callable[[int], float]:
-    """Return the factor for each step: rising to 1 in about a seventh of them, then falling to a tenth at the last."""
+    """Return the factor for each step: rising to 1 in a fifth of them, then falling to a tenth at the last."""
     warm = max(1, round(_WARM_UP * steps))
 
     def factor(step: int) -> float:

@@ -141,7 +141,7 @@ def test_the_schedule_rises_to_one_and_falls_to_a_tenth(steps: int) -> None:
     factors = [warm_up_then_cosine(steps)(step) for step in range(steps + 1)]
     peak = factors.index(max(factors))
     assert max(factors) == 1.0
-    assert peak == max(1, round(0.15 * steps)) - 1
+    assert peak == max(1, round(0.2 * steps)) - 1
     assert factors[: peak + 1] == sorted(factors[: peak + 1])
     assert factors[peak:] == sorted(factors[peak:], reverse=True)
     assert factors[-1] == pytest.approx(0.1)
