@@ -69,4 +69,3 @@ class FlexDeMoAdamW(Exchanged):
             bucket_bytes=bucket_bytes,
             node_averaged=node_averaged,
         )
-        self.defaults |= adamw.defaults

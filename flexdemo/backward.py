@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch.autograd import Variable
 
+from flexcomm import FlexcommError, TransportError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -16,35 +18,52 @@ __all__ = ["BackwardPass"]
 
 
 class BackwardPass:
-    """The gradients of one backward pass that are under way between nodes."""
+    """The gradients of one backward pass that are under way between nodes.
+
+    What goes wrong is raised when the pass ends: FSDP does not survive an exception in the middle of it.
+    """
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
-        self._is_running = False
+        self._has_sent = False
+        self._failure: FlexcommError | None = None
         self._leaving: dict[Lot, list[Tensor]] = {}
 
     def send(self, lot: Lot, gradients: list[Tensor], *, at_once: bool) -> None:
         """Exchange gradients in place: until this returns if ``at_once``, else until the backward pass ends."""
-        if not self._is_running:
-            self._is_running = True
-            # Called when the whole backward pass is done, also from within FSDP's own such callback.
-            Variable._execution_engine.queue_callback(self._end)
+        # With every send: a pass that died took its callbacks along, and left what was under way.
+        Variable._execution_engine.queue_callback(self._end)
+        if lot in self._leaving:
+            self._attachment.exchange.abandon()
+            self._leaving = {}
+        self._has_sent = True
         self._attachment.start(lot, gradients)
         self._leaving[lot] = gradients
         if at_once:
             self._receive()
 
     def _end(self) -> None:
-        self._is_running = False
+        if not self._has_sent:
+            return
         self._receive()
+        self._has_sent = False
         self._attachment.step += 1
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _receive(self) -> None:
-        """Write what was received over what was sent; zeros if all ranks skip it."""
+        """Write what was received over what was sent; zeros if all ranks skip it, or if it failed."""
         leaving, self._leaving = self._leaving, {}
         if not leaving:
             return
-        received = self._attachment.exchange.finish()
+        received = None
+        try:
+            received = self._attachment.exchange.finish()
+        except TransportError:
+            raise
+        except FlexcommError as failure:
+            self._failure = self._failure or failure
         if received is None:
             for gradients in leaving.values():
                 for gradient in gradients:

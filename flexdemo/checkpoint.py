@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from flexcomm import World
     from flexdemo.resharding import Whole
 
-__all__ = ["NodeAxis", "OtherNodes", "Rows"]
+__all__ = ["NodeAxis", "OtherNodes", "Rows", "is_stacked"]
+
+_AXES = ("node", "local_rank")
 
 OtherNodes = Literal["error", "mean", "reset"]
 """What to do with state of another number of nodes: refuse it, give every node the mean of all, or begin at zero."""
@@ -50,7 +52,7 @@ class NodeAxis:
             self._mesh = DeviceMesh(
                 world.device.type,
                 world.topology.members,
-                mesh_dim_names=("node", "local_rank"),
+                mesh_dim_names=_AXES,
                 _init_backend=False,
             )
 
@@ -69,7 +71,7 @@ class NodeAxis:
 
     def check_owner(self, owner: Tensor) -> None:
         """Raise if a stamp is another rank's; all ranks' stamps together are nobody's."""
-        if self._is_own(owner) and int(_here(owner)) != self._topology.rank:
+        if self.is_own(owner) and int(_here(owner)) != self._topology.rank:
             raise InvalidArgumentError(
                 f"this state was saved by rank {int(_here(owner))}, but this is rank {self._topology.rank}: "
                 f"momenta differ from node to node. Save and load on every rank, each its own file, or save by "
@@ -79,7 +81,7 @@ class NodeAxis:
     def rows_of(self, stacked: Tensor, name: str, other_nodes: OtherNodes) -> Rows:
         """Return what was saved for this node: this rank's own row, or those of all ranks where they are given."""
         nodes, ranks, length = stacked.shape
-        if self._is_own(stacked):
+        if self.is_own(stacked):
             return Rows(_here(stacked).view(1, length), is_own=True)
         if isinstance(stacked, DTensor):
             raise InvalidArgumentError(
@@ -118,8 +120,16 @@ class NodeAxis:
     def reshard(self, whole: Whole, rows: Rows) -> Tensor:
         return whole.reshard(rows.values, self._topology.local_size, self._topology.local_rank)
 
-    def _is_own(self, stacked: Tensor) -> bool:
+    def is_own(self, stacked: Tensor) -> bool:
+        """Return whether this is a row as this rank saves it, of as many nodes and ranks."""
         return tuple(_here(stacked).shape[:2]) == (1, 1) and tuple(stacked.shape[:2]) == (self._nodes, self._ranks)
+
+
+def is_stacked(tensor: Tensor) -> bool:
+    """Return whether a tensor has a node axis. Alone, a process has no mesh to tell: there it is by shape."""
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh.mesh_dim_names == _AXES
+    return tensor.dim() == 3 and tuple(tensor.shape[:2]) == (1, 1)
 
 
 def _here(stacked: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ class Exchange:
         intra = self.world.intra
         if intra.size == 1 or not self._has_shards:
             return int(failed), skipped
-        heard = intra.all_reduce(torch.tensor([int(failed), int(skipped)], dtype=torch.int32)).wait()
+        heard = intra.all_reduce(torch.tensor([failed, skipped], dtype=torch.int32, device=self.world.device)).wait()
         return int(heard[0]), bool(heard[1])
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flexcomm import dense
+from flexcomm import InvalidArgumentError, dense
 from flexcomm.sync import BUCKET_BYTES
 from flexdemo.exchange import Terms
 from flexdemo.inner import Inner
@@ -32,7 +32,7 @@ class Exchanged(NodeOptimizer):
     gradient that every node steps on. ``exchange="steps"``: every node steps on its own gradients, and how far it went
     in ``exchange_every`` steps is compressed and averaged, by ``outer`` if given. What is not sent waits for the next
     time. Groups and learning rates are those of ``optimizers``, in order; schedulers want this one. Groups may differ
-    in compressor, decay and alpha.
+    in ``compressor``, ``exchange_decay`` and ``exchange_alpha``.
     """
 
     _remembers_alone = False
@@ -54,10 +54,20 @@ class Exchanged(NodeOptimizer):
         bucket_bytes: int = BUCKET_BYTES,
         node_averaged: bool | None = None,
     ) -> None:
+        if (exchange == "steps" or exchange_every > 1) and (decay, alpha, average) != (1.0, 1.0, "nodes"):
+            raise InvalidArgumentError(
+                "decay, alpha and average are for gradients: where nodes exchange steps, nothing of them may be lost."
+            )
         self._inner = Inner(optimizers, [len(one.param_groups) for one in optimizers])
         super().__init__(
             [group for one in optimizers for group in one.param_groups],
-            {"compressor": compressor, "decay": decay, "alpha": alpha, "node_averaged": node_averaged},
+            {
+                "compressor": compressor,
+                # Not by the names that torch's optimizers have for settings of theirs.
+                "exchange_decay": decay,
+                "exchange_alpha": alpha,
+                "node_averaged": node_averaged,
+            },
             world,
             average=average,
             nonfinite=nonfinite,
@@ -67,10 +77,20 @@ class Exchanged(NodeOptimizer):
             outer=outer,
             overlap=overlap,
         )
-        self._inner.begin(self)
+        self._inner.adopt(self)
+        self.defaults |= optimizers[-1].defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's own format. What is a node's own has a node axis; see docs/training.md."""
+        outlined = self._inner.outline(self)
+        # For this moment: a first step begins them as its optimizer wants them.
+        self.state.update(outlined)
+        saved = super().state_dict()
+        self.state.update({param: {} for param in outlined})
+        return saved
 
     def _terms(self, group: Group) -> Terms:
-        return Terms(group["compressor"], group["decay"], 1.0, group["alpha"])
+        return Terms(group["compressor"], group["exchange_decay"], 1.0, group["exchange_alpha"])
 
     def _alone_terms(self, group: Group) -> Terms:
         del group

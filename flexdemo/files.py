@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -15,16 +16,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from flexcomm import InvalidArgumentError
-from flexdemo.memory import NODE_KEYS
+from flexdemo.checkpoint import is_stacked
 from flexdemo.training import NodeOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from os import PathLike
 
-    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -40,6 +41,7 @@ def save_checkpoint(
     path: str | PathLike[str], model: Module, optimizer: Optimizer, attachment: Attachment | None = None
 ) -> None:
     """Save a model, its optimizer and what is attached to it into a folder. All ranks call it together."""
+    _check_model(model)
     save(_state_of(model, optimizer, attachment), checkpoint_id=path)
 
 
@@ -56,6 +58,7 @@ def load_checkpoint(
     ``other_nodes`` says what becomes of momenta that another number of nodes saved. Other numbers of ranks per node
     get theirs cut anew, exact but for rounding.
     """
+    _check_model(model)
     state = _state_of(model, optimizer, attachment)
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     for holder, key, name in _node_tensors(state):
@@ -72,6 +75,14 @@ def load_checkpoint(
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     if attachment is not None:
         attachment.load_state_dict(state["attachment"], other_nodes)
+
+
+def _check_model(model: Module) -> None:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise InvalidArgumentError(
+            "torch cannot save what FSDP1 shards inside nodes in one checkpoint: let every rank torch.save its own "
+            "model.state_dict(), optimizer.state_dict() and attachment.state_dict(), or shard by FSDP2."
+        )
 
 
 def _state_of(model: Module, optimizer: Optimizer, attachment: Attachment | None) -> dict[str, Any]:
@@ -98,7 +109,7 @@ def _check_residuals(saved: Mapping[str, object], state: Mapping[str, Any]) -> N
 def _node_tensors(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Tensor], str, str]]:
     """Return everything with a node axis: what holds it, its key there, and what files call it."""
     for param, kept in state["optimizer"]["state"].items():
-        for key in NODE_KEYS & kept.keys():
+        for key in [key for key, value in kept.items() if isinstance(value, Tensor) and is_stacked(value)]:
             yield kept, key, f"optimizer.state.{param}.{key}"
     attached = state.get("attachment", {"residuals": {}})
     for param in attached["residuals"]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import LBFGS
 
-from flexdemo.parameters import wrapped_like
+from flexcomm import InvalidArgumentError
+from flexdemo.parameters import local, wrapped_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,52 +22,65 @@ __all__ = ["Inner"]
 
 
 class Inner:
-    """Optimizers that share the groups and the state of the one around them, ``outer``.
+    """Optimizers that share the groups and the state of ``owner``, the one around them.
 
     ``counts`` says how many of its groups, in order, are each one's.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], counts: Iterable[int]) -> None:
         self._optimizers, self._counts = list(optimizers), list(counts)
+        if any(isinstance(one, LBFGS) for one in self._optimizers):
+            raise InvalidArgumentError("LBFGS calls a closure several times a step, and cannot be exchanged.")
+
+    def adopt(self, owner: Optimizer) -> None:
+        """Give the owner what the optimizers remember of steps they took before."""
+        for optimizer in self._optimizers:
+            for param, state in optimizer.state.items():
+                owner.state[param] = state
 
     @torch.no_grad()
-    def begin(self, outer: Optimizer) -> None:
-        """Make the state of a first step, all zero: torch's checkpoints take it for granted."""
-        params = [param for group in outer.param_groups for param in group["params"]]
-        gradients, rates = [param.grad for param in params], [group["lr"] for group in outer.param_groups]
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        for group in outer.param_groups:
-            group["lr"] = 0.0
-        self._step(outer)
-        for group, rate in zip(outer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-            for value in outer.state[param].values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+    def outline(self, owner: Optimizer) -> dict[Tensor, dict[str, Any]]:
+        """Return states as those of a first step, for parameters that have none: what a checkpoint is loaded into.
 
-    def apply(self, outer: Optimizer, received: list[Received]) -> None:
+        By a step with no gradient, of which nothing else is left.
+        """
+        params = [param for group in owner.param_groups for param in group["params"]]
+        new = [param for param in params if not owner.state[param]]
+        if not new:
+            return {}
+        kept = [(param, param.grad, local(param).clone(), owner.state[param]) for param in params]
+        for param in params:
+            param.grad = torch.zeros_like(param) if any(param is one for one in new) else None
+        self._step(owner)
+        found = {param: owner.state[param] for param in new}
+        for param, gradient, value, state in kept:
+            param.grad, owner.state[param] = gradient, state
+            local(param).copy_(value)
+        for state in found.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
+        return found
+
+    def apply(self, owner: Optimizer, received: list[Received]) -> None:
         """Take a step on what was received; gradients are what they were afterwards."""
-        own = [(param, param.grad) for group in outer.param_groups for param in group["params"]]
+        own = [(param, param.grad) for group in owner.param_groups for param in group["params"]]
         for param, _ in own:
             param.grad = None
         for lot, averages in received:
             for param, average in zip(lot.params, averages, strict=True):
                 param.grad = wrapped_like(average, param)
         try:
-            self._step(outer)
+            self._step(owner)
         finally:
             for param, gradient in own:
                 param.grad = gradient
 
-    def _step(self, outer: Optimizer) -> None:
+    def _step(self, owner: Optimizer) -> None:
         begin = 0
         for number, (optimizer, count) in enumerate(zip(self._optimizers, self._counts, strict=True)):
             # What is added later belongs to the last one.
-            end = len(outer.param_groups) if number == len(self._counts) - 1 else begin + count
+            end = len(owner.param_groups) if number == len(self._counts) - 1 else begin + count
             # Again each time: torch replaces both when a state is loaded.
-            optimizer.param_groups, optimizer.state = outer.param_groups[begin:end], outer.state
+            optimizer.param_groups, optimizer.state = owner.param_groups[begin:end], owner.state
             optimizer.step()
             begin = end

@@ -10,6 +10,7 @@ from torch import Tensor
 from flexcomm import InvalidArgumentError
 from flexdemo.checkpoint import NodeAxis
 from flexdemo.parameters import local, wrapped_like
+from flexdemo.replicas import check_same_lots
 from flexdemo.slots import find_slots, load_states, longest_on_node
 
 if TYPE_CHECKING:
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
     from flexdemo.parameters import Group
     from flexdemo.slots import Slot, States
 
-__all__ = ["NODE_KEYS", "NodeMemory"]
+__all__ = ["NodeMemory"]
 
 MOMENTUM, UNSENT, OWNER = "momentum", "unsent", "owner"
 """Residuals of gradients, those of the way gone alone, and whose they are."""
 ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
 """Where nodes were together last, how they moved then, and where this one is now."""
 
-NODE_KEYS = frozenset({MOMENTUM, UNSENT, OWNER, HERE})
-"""What has a node axis, always."""
+_SCALAR = " (one)"
+"""Marks a number of a node's own among tensors."""
 
 
 class NodeMemory:
@@ -46,6 +47,7 @@ class NodeMemory:
 
     def measure(self) -> None:
         """Plan what is kept of parameters that joined. The ranks of a node tell each other how much that is."""
+        check_same_lots(self._feed.lots, self._world)
         exchanges = [(MOMENTUM, self._feed.exchange, self._feed.lots, self._feed.terms_of)]
         if self._local_steps is not None:
             steps = self._local_steps
@@ -53,9 +55,7 @@ class NodeMemory:
         for key, exchange, lots, terms_of in exchanges:
             for lot in lots:
                 here = [local(param) for param in lot.params]
-                self._lengths |= zip(
-                    lot.params, longest_on_node(map(Tensor.numel, here), self._world.intra), strict=True
-                )
+                self._lengths |= zip(lot.params, longest_on_node(map(Tensor.numel, here), self._world), strict=True)
                 for param, slot in zip(lot.params, find_slots(lot, exchange, here, terms_of(lot)), strict=False):
                     self._slots.setdefault(param, {})[key] = slot
 
@@ -71,6 +71,10 @@ class NodeMemory:
     def taken_from(self, state_dict: dict[str, Any], groups: list[Group], other_nodes: OtherNodes) -> dict[str, Any]:
         """Load all that is kept here, and return the rest for torch to load. Nothing changes if this raises."""
         _check_groups(state_dict["param_groups"], groups)
+        if not any(OWNER in kept for kept in state_dict["state"].values()) and self._slots:
+            raise InvalidArgumentError(
+                "the state to be loaded holds no residuals at all: it was saved by another optimizer."
+            )
         rest: dict[str, Any] = {"state": {}, "param_groups": []}
         commits: list[Callable[[], object]] = []
         states: States = {}
@@ -99,8 +103,19 @@ class NodeMemory:
         saved[ANCHOR] = wrapped_like(self._local_steps.anchors[param], param)
         if param in self._local_steps.velocities:
             saved[VELOCITY] = wrapped_like(self._local_steps.velocities[param], param)
-        own = {key: axis.stacked(local(value), length) if _is_moment(value) else value for key, value in state.items()}
-        return {**own, **saved}
+        return {**self._own(state, length), **saved}
+
+    def _own(self, state: dict[str, Any], length: int) -> dict[str, Any]:
+        """Return the state of a node's own optimizer, with a node axis: counters, too, for nodes may skip steps."""
+        own: dict[str, Any] = {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                own[key] = value
+            elif value.dim():
+                own[key] = self._axis.stacked(local(value), length)
+            else:
+                own[f"{key}{_SCALAR}"] = self._axis.stacked(value, 1)
+        return own
 
     def _take_residuals(
         self,
@@ -110,6 +125,9 @@ class NodeMemory:
         states: States,
     ) -> None:
         slots = self._slots.get(param, {})
+        if not saved:
+            # Frozen when it was saved: it begins anew.
+            return
         if slots:
             self._axis.check_owner(_required(saved, OWNER))
         for key, slot in slots.items():
@@ -119,21 +137,24 @@ class NodeMemory:
         self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
     ) -> list[Callable[[], object]]:
         steps = self._local_steps
-        if steps is None or param not in steps.anchors:
+        if steps is None or param not in steps.anchors or not saved:
             return []
-        here = local(param)
-        places = [(here, self._axis.taken(_required(saved, HERE), here.shape, HERE, other_nodes))]
-        places.append((steps.anchors[param], local(_required(saved, ANCHOR))))
+        here, anchor = local(param), local(_required(saved, ANCHOR))
+        # Nodes that begin anew stand where all were together last.
+        stood = _required(saved, HERE)
+        stands = anchor if other_nodes == "reset" and not self._axis.is_own(stood) else None
+        if stands is None:
+            stands = self._axis.taken(stood, here.shape, HERE, other_nodes)
+        places = [(here, stands), (steps.anchors[param], anchor)]
         if param in steps.velocities:
             places.append((steps.velocities[param], local(_required(saved, VELOCITY))))
-        for key, value in saved.items():
-            if _is_moment(value):
+        for key in [key for key, value in saved.items() if isinstance(value, Tensor)]:
+            value = saved.pop(key)
+            if key.endswith(_SCALAR):
+                saved[key.removesuffix(_SCALAR)] = self._axis.taken(value, (), key, other_nodes)
+            else:
                 saved[key] = wrapped_like(self._axis.taken(value, here.shape, key, other_nodes), param)
         return [partial(to.copy_, value) for to, value in places]
-
-
-def _is_moment(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _required(saved: dict[str, Any], key: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
-from flexcomm import InvalidArgumentError, TopologyError
+from flexcomm import InvalidArgumentError, InvalidTensorError, TopologyError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +51,10 @@ def gradient_of(param: Tensor) -> Tensor:
     """Return this rank's gradient; zeros if there is none, because other ranks may have one."""
     if param.grad is None:
         return torch.zeros_like(local(param), memory_format=torch.contiguous_format)
+    if param.grad.layout is not torch.strided:
+        raise InvalidTensorError(
+            f"a gradient of {list(param.shape)} is {param.grad.layout}: make it dense, as by Embedding(sparse=False)."
+        )
     return local(param.grad)
 
 
@@ -75,12 +79,12 @@ def check_parameter(param: Tensor, name: str, topology: Topology) -> None:
 
 def _check_shards(param: DTensor, name: str, topology: Topology) -> None:
     node = topology.members[topology.node]
-    strangers = sorted(set(param.device_mesh.mesh.flatten().tolist()) - set(node))
-    if strangers:
+    ranks = sorted(param.device_mesh.mesh.flatten().tolist())
+    if ranks != sorted(node):
         raise TopologyError(
-            f"{name} is spread over ranks {strangers}, which are not on this node (ranks {list(node)}), so torch "
-            f"averages its gradients between nodes itself. Shard inside the node only: fully_shard(model, "
-            f"mesh=mesh['shard']) with the one axis of a mesh whose ranks share a node."
+            f"{name} is spread over ranks {ranks}, but this node has {list(node)}: its gradients would be averaged "
+            f"between nodes by torch, or not by all ranks of the node. Shard over the whole node and no more: "
+            f"fully_shard(model, mesh=mesh['shard']) with the one axis of a mesh whose ranks share a node."
         )
     if any(placement.is_partial() for placement in param.placements):
         raise InvalidArgumentError(f"{name} holds partial sums ({param.placements}): redistribute it first.")

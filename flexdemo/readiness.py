@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from torch.distributed.fsdp import FlatParameter
 
@@ -44,12 +46,13 @@ class Readiness:
         self._lot_of = {param: number for number, lot in enumerate(lots) for param in lot.params}
         # A flat parameter of FSDP1 holds the whole unit's gradient when its hooks run.
         watched = [param for param in self._lot_of if early and not isinstance(param, FlatParameter)]
-        self._hooks = [param.register_post_accumulate_grad_hook(self._note) for param in watched]  # type: ignore[no-untyped-call]
+        note = WeakMethod(self._note)
+        self._hooks = [param.register_post_accumulate_grad_hook(partial(_note_if_alive, note)) for param in watched]  # type: ignore[no-untyped-call]
         self.reset()
 
     def reset(self) -> None:
         """Begin to count anew."""
-        self._versions: dict[Tensor, int] = {}
+        self._versions: dict[Tensor, tuple[int, int]] = {}
         self._missing = [len(lot.params) for lot in self._lots]
         self._launched = 0
 
@@ -72,7 +75,7 @@ class Readiness:
         for param, version in self._versions.items():
             if self._lot_of[param] >= self._launched:
                 continue
-            if param.grad is None or local(param.grad)._version != version:
+            if param.grad is None or _stamp(param.grad) != version:
                 raise InvalidArgumentError(
                     "a gradient was changed after its exchange had begun. With overlap=True gradients leave during "
                     "backward(): use overlap=False to clip or unscale them, and no_sync() to accumulate them."
@@ -86,7 +89,7 @@ class Readiness:
                 "backward() ran twice before step(), and gradients are on their way since the first. Accumulate in "
                 "`with optimizer.no_sync():` and leave it for the last backward(), or use overlap=False."
             )
-        self._versions[param] = local(param.grad)._version
+        self._versions[param] = _stamp(param.grad)
         self._missing[self._lot_of[param]] -= 1
         while self._launched < len(self._lots) and self._missing[self._launched] == 0:
             self._launch_next()
@@ -94,3 +97,15 @@ class Readiness:
     def _launch_next(self) -> None:
         self._launched += 1
         self._launch(self._lots[self._launched - 1])
+
+
+def _note_if_alive(note: WeakMethod[Any], param: Tensor) -> None:
+    """Count a gradient; none for an optimizer that nobody holds any more but its own hooks."""
+    alive = note()
+    if alive is not None:
+        alive(param)
+
+
+def _stamp(gradient: Tensor) -> tuple[int, int]:
+    """Return where a gradient lies, and how often it was changed there."""
+    return local(gradient).data_ptr(), local(gradient)._version

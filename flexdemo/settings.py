@@ -42,7 +42,13 @@ _RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     "decay": (lambda value: 0 <= value <= 1, "from 0 to 1"),
     "weight_decay": (lambda value: value >= 0, "at least 0"),
     "alpha": (lambda value: 0 < value <= 1, "above 0, at most 1"),
+    "exchange_decay": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "exchange_alpha": (lambda value: 0 < value <= 1, "above 0, at most 1"),
 }
+
+
+_THEIRS = frozenset({"decay", "alpha"})
+"""What a group of torch's own optimizers may mean something else by."""
 
 
 def check_group(group: Group) -> None:
@@ -50,7 +56,7 @@ def check_group(group: Group) -> None:
     wrong = [
         f"{name} is {group[name]!r}, but must be {needed}"
         for name, (allows, needed) in _RULES.items()
-        if name in group and not allows(float(group[name]))
+        if name in group and not (name in _THEIRS and "exchange_alpha" in group) and not allows(float(group[name]))
     ]
     if "update" in group and group["update"] not in get_args(Update):
         wrong.append(f"update is {group['update']!r}, but must be one of {', '.join(get_args(Update))}")

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm import Residuals
+    from flexcomm import Residuals, World
     from flexcomm.pieces import Piece
-    from flexcomm.transport import Transport
     from flexdemo.checkpoint import NodeAxis, OtherNodes, Rows
     from flexdemo.exchange import Exchange, Terms
     from flexdemo.lots import Lot
@@ -75,7 +74,7 @@ def find_slots(lot: Lot, exchange: Exchange, tensors: Sequence[Tensor], terms: T
         return []
     pieces = exchange.pieces_of(lot, list(tensors), terms)
     mine = [0 if piece is None else math.prod(piece.plan.state_shape) for piece in pieces]
-    lengths = longest_on_node(mine, exchange.world.intra)
+    lengths = longest_on_node(mine, exchange.world)
     wholes = [
         whole_of(param, name, like, terms.compressor)
         for param, name, like in zip(lot.params, lot.names, tensors, strict=True)
@@ -83,10 +82,10 @@ def find_slots(lot: Lot, exchange: Exchange, tensors: Sequence[Tensor], terms: T
     return [Slot(residuals, *found) for found in zip(pieces, lengths, wholes, strict=True)]
 
 
-def longest_on_node(lengths: Iterable[int], intra: Transport) -> list[int]:
+def longest_on_node(lengths: Iterable[int], world: World) -> list[int]:
     """Return, number by number, the largest that any rank of this node has."""
-    mine = torch.tensor(list(lengths), dtype=torch.int64)
-    longest: list[int] = intra.all_gather(mine).wait().amax(dim=0).tolist()
+    mine = torch.tensor(list(lengths), dtype=torch.int64, device=world.device)
+    longest: list[int] = world.intra.all_gather(mine).wait().amax(dim=0).tolist()
     return longest
 
 

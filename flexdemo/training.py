@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from flexcomm import FlexcommError, TransportError
+from flexcomm import FlexcommError, InvalidArgumentError, TransportError
 from flexcomm.sync import default_world
 from flexdemo.feed import Feed
 from flexdemo.local_steps import LocalSteps
@@ -58,6 +58,8 @@ class NodeOptimizer(Optimizer, ABC):
     ) -> None:
         check_every(exchange_every)
         check_sent(exchange)
+        if outer is not None and exchange_every == 1 and exchange == "gradients":
+            raise InvalidArgumentError("outer moves nodes that stepped alone: pass exchange_every= above 1, too.")
         self._world = default_world() if world is None else world
         self._is_ready = False
         self._other_nodes: OtherNodes = "error"
@@ -98,7 +100,10 @@ class NodeOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Exchange all gradients and change all parameters; if this raises, neither they nor momenta have changed."""
+        """Exchange all gradients and change all parameters; if this raises, neither they nor momenta have changed.
+
+        Unless nodes step alone: then what a node did by itself stays.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -167,6 +167,38 @@ def files_go_on(world: World, name: str) -> None:
     require_equal(model, other, f"{name} goes on from files as if it had not stopped")
 
 
+def what_was_frozen_when_saved_begins_anew(world: World) -> None:
+    zoo, other = Zoo(), Zoo()
+    zoo.matrix.requires_grad_(False)
+    optimizer = zoos.flexdemo(zoo, world)
+    zoos.train(zoo, optimizer, world, BEFORE)
+    saved = optimizer.state_dict()
+    resumed = zoos.flexdemo(other, world)
+    resumed.load_state_dict(saved)
+    assert not any(bool(x.any()) for name, x in zoos.momenta_of(resumed).items() if "matrix" in name)
+    zoos.train(other, resumed, world, AFTER)
+
+
+def nodes_that_skipped_a_step_count_their_own(world: World) -> None:
+    zoo, other = Zoo(), Zoo()
+    optimizer = zoos.adamw(zoo, world, exchange_every=4, nonfinite="skip")
+    zoos.train(zoo, optimizer, world, range(2))
+    optimizer.zero_grad()
+    zoo(zoos.gradients_at(world, 2)).backward()
+    if world.topology.node == 0:
+        zoo.matrix.grad[0, 0] = float("nan")
+    optimizer.step()
+    values, saved = copy.deepcopy(zoo.state_dict()), copy.deepcopy(optimizer.state_dict())
+    resumed = zoos.adamw(other, world, exchange_every=4, nonfinite="skip")
+    other.load_state_dict(values)
+    resumed.load_state_dict(saved)
+    counted = float(resumed.state[other.matrix]["step"])
+    assert counted == (2.0 if world.topology.node == 0 else 3.0), f"{counted} steps are counted"
+    zoos.train(zoo, optimizer, world, AFTER)
+    zoos.train(other, resumed, world, AFTER)
+    zoos.require_equal(zoo, other, "a run goes on as if it had not stopped")
+
+
 def laws() -> dict[str, Callable[[World], object]]:
     """Return the laws that a world of any shape keeps, by name."""
     found: dict[str, Callable[[World], object]] = {
@@ -177,6 +209,8 @@ def laws() -> dict[str, Callable[[World], object]]:
         states_come_back_from_a_file_without_pickled_code,
         a_state_of_another_rank_is_refused,
         states_of_other_optimizers_are_refused,
+        what_was_frozen_when_saved_begins_anew,
+        nodes_that_skipped_a_step_count_their_own,
     ):
         found[law.__name__] = law
     return found

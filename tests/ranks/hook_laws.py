@@ -229,6 +229,89 @@ def unused_parameters_of_ddp_keep_their_residuals(world: World) -> None:
     require_same_everywhere(world, values_of(model), "replicas stay alike")
 
 
+def frozen_and_unused_parameters_of_a_unit_are_no_obstacle(world: World) -> None:
+    """What is frozen stays, also if it is frozen later; what a rank does not use counts as zero."""
+
+    class Choosy(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return self.spare(out) if world.topology.node == 0 else out
+
+    torch.manual_seed(0)
+    model = sharded(world, Sequential(Choosy(), Linear(WIDTH, 7)))
+    model[0].norm.weight.requires_grad_(False)  # type: ignore[index]
+    frozen, unused = local(model[0].norm.weight).clone(), local(model[0].spare.weight).clone()  # type: ignore[index]
+    attach_to_fsdp(model, COMPRESSOR, world=world)
+    train(model, SGD(model.parameters(), 0.25), world, range(2))
+    model[0].body[0].bias.requires_grad_(False)  # type: ignore[index]
+    train(model, SGD([p for p in model.parameters() if p.requires_grad], 0.25), world, range(2, 4))
+    require_replicas(world, model, "replicas stay alike")
+    assert torch.equal(frozen, local(model[0].norm.weight)), "what is frozen stays"  # type: ignore[index]
+    assert not torch.equal(unused, local(model[0].spare.weight)), "what one node uses, all train"  # type: ignore[index]
+
+
+def a_hook_survives_a_nan_wherever_it_waits(world: World) -> None:
+    """Reduced as bfloat16, every unit waits for its exchange inside of FSDP's own code."""
+    model = sharded(world, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    attachment = attach_to_fsdp(model, COMPRESSOR, world=world)
+    optimizer = SGD(model.parameters(), 0.25)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs = batch(world, step)
+        if step == 1 and world.topology.rank == 0:
+            inputs[0, 0] = math.nan
+        loss = model(inputs).square().mean()
+        if step == 1:
+            with pytest.raises((NonFiniteError, flexcomm.SyncError)):
+                loss.backward()
+            continue
+        loss.backward()
+        before = values_of(model)
+        optimizer.step()
+        assert not any(torch.equal(x, y) for x, y in zip(before, values_of(model), strict=True) if x.numel() > 3)
+    assert attachment.step == 4, "every pass is counted"
+    require_replicas(world, model, "replicas stay alike")
+
+
+def a_model_is_attached_to_once_and_again_after_detaching(world: World) -> None:
+    model = sharded(world)
+    attachment = attach_to_fsdp(model, COMPRESSOR, world=world)
+    with pytest.raises(InvalidArgumentError, match="detach"):
+        attach_to_fsdp(model, COMPRESSOR, world=world)
+    attachment.detach()
+    attach_to_fsdp(model, COMPRESSOR, world=world)
+    train(model, SGD(model.parameters(), 0.25), world, range(2))
+    require_replicas(world, model, "replicas stay alike")
+
+
+def a_backward_that_died_leaves_nothing_behind(world: World) -> None:
+    """FSDP2 does not go on after that; what was under way is let go when another model's turn comes."""
+    models = [sharded(world), sharded(world)]
+    attachments = [attach_to_fsdp(model, flexcomm.random_k(1 / 4), world=world) for model in models]
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            del ctx
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise RuntimeError(f"died with {len(gradients)} gradients of {ctx}")
+
+    inputs = batch(world, 0).requires_grad_()
+    with pytest.raises(RuntimeError, match="died"):
+        models[0](Fails.apply(inputs)).square().mean().backward()
+    attachments[0].detach()
+    train(models[1], SGD(models[1].parameters(), 0.25), world, range(2))
+    assert attachments[1].step == 2
+    require_replicas(world, models[1], "replicas stay alike")
+
+
 def the_fsdp2_hook_is_the_optimizers_exchange(world: World) -> None:
     """SGD on what the hook brings takes the plain steps of FlexDeMo: to the bit, for a power of two as rate."""
     hooked, other = sharded(world), sharded(world)
@@ -383,13 +466,23 @@ def a_skipped_step_has_zero_gradients(world: World) -> None:
 def models_that_cannot_be_exchanged_are_refused(world: World) -> None:
     with pytest.raises(InvalidArgumentError, match="is not sharded"):
         attach_to_fsdp(make_model(), COMPRESSOR, world=world)
+    partly = make_model()
+    fully_shard(partly[0], mesh=mesh_of(world))
+    with pytest.raises(InvalidArgumentError, match="belong to no unit"):
+        attach_to_fsdp(partly, COMPRESSOR, world=world)
+    if world.topology.local_size > 1:
+        alone = DeviceMesh("cpu", [[rank] for rank in range(world.topology.size)], mesh_dim_names=("all", "one"))
+        model = make_model()
+        fully_shard(model, mesh=alone["one"])
+        with pytest.raises(TopologyError, match="but this node has"):
+            attach_to_fsdp(model, COMPRESSOR, world=world)
     if world.topology.nodes > 1:
         mesh = DeviceMesh("cpu", world.topology.members, mesh_dim_names=("replicate", "shard"))
         model = make_model()
         fully_shard(model, mesh=mesh)
         with pytest.raises(TopologyError, match="mesh\\['shard'\\]"):
             attach_to_fsdp(model, COMPRESSOR, world=world)
-        with pytest.raises(TopologyError, match="not on this node"):
+        with pytest.raises(TopologyError, match="but this node has"):
             FlexDeMo(model.parameters(), world=world)
 
 
@@ -408,6 +501,10 @@ LAWS: list[Callable[[World], None]] = [
     a_nan_leaves_residuals_alone,
     a_skipped_step_has_zero_gradients,
     models_that_cannot_be_exchanged_are_refused,
+    frozen_and_unused_parameters_of_a_unit_are_no_obstacle,
+    a_hook_survives_a_nan_wherever_it_waits,
+    a_model_is_attached_to_once_and_again_after_detaching,
+    a_backward_that_died_leaves_nothing_behind,
 ]
 
 UNUSED_LAWS: list[Callable[[World], None]] = [unused_parameters_of_ddp_keep_their_residuals]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import flexcomm
-from flexcomm import InvalidArgumentError, NonFiniteError, World
+from flexcomm import ConfigMismatchError, InvalidArgumentError, InvalidTensorError, NonFiniteError, World
 from flexcomm.testing.expected import require_same_everywhere
 from flexdemo import Exchanged, FlexDeMo, FlexDeMoAdamW, Outer
 from flexdemo.training import NodeOptimizer
@@ -487,7 +488,94 @@ def without_communication_there_is_momentum(world: World) -> None:
     assert float((param.detach() + gradient).abs().max()) < 2.0**-24 * 512, "in the end everything was sent"
 
 
+def torchs_optimizers_take_their_own_steps(world: World) -> None:
+    """Gradients are equal on all ranks, so sending all of them changes nothing but, among three nodes, a rounding."""
+    makes: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+        "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, dampening=0.5),
+        "NAdam": lambda params: torch.optim.NAdam(params, 0.1),
+        "RMSprop": lambda params: torch.optim.RMSprop(params, 0.1, alpha=0.9),
+        "Rprop": lambda params: torch.optim.Rprop(params, 0.1),
+        "ASGD": lambda params: torch.optim.ASGD(params, 0.1),
+        "Adagrad": lambda params: torch.optim.Adagrad(params, 0.1, initial_accumulator_value=0.5),
+        "AdamW": lambda params: torch.optim.AdamW(params, 0.1, eps=0.0),
+    }
+    for name, make in makes.items():
+        ours, theirs = (torch.nn.Parameter(torch.ones(20, 30)) for _ in range(2))
+        one = Exchanged([make([ours])], compressor=flexcomm.dense(), world=world)
+        one.state_dict()
+        other = make([theirs])
+        for step in range(5):
+            gradient = torch.randn(20, 30, generator=torch.Generator().manual_seed(step))
+            ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+            one.step()
+            other.step()
+        apart = float((ours - theirs).detach().abs().max())
+        assert apart <= (0.0 if world.topology.size in (1, 2, 4) else 1e-5), f"{name} is {apart} off"
+
+
+def an_optimizer_goes_on_where_it_stepped_before(world: World) -> None:
+    ours, theirs = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))
+    inner, other = torch.optim.AdamW([ours], 0.1), torch.optim.AdamW([theirs], 0.1)
+    for param, optimizer in ((ours, inner), (theirs, other)):
+        param.grad = torch.full((8, 8), 3.0)
+        optimizer.step()
+    exchanged = Exchanged([inner], compressor=flexcomm.dense(), world=world)
+    for param, optimizer in ((ours, exchanged), (theirs, other)):
+        param.grad = torch.full((8, 8), -1.0)
+        optimizer.step()
+    assert torch.equal(ours, theirs), "what it remembered is used"
+
+
+def an_optimizer_that_is_gone_sends_nothing(world: World) -> None:
+    zoo = Zoo()
+    flexdemo(zoo, world, overlap=True, bucket_bytes=SMALL)
+    gc.collect()
+    train(zoo, flexdemo(zoo, world, overlap=True, bucket_bytes=SMALL), world, range(2))
+    require_equal(zoo, trained(world, flexdemo, steps=2), "the one that is left trains")
+
+
+def a_gradient_put_in_place_of_another_is_noticed(world: World) -> None:
+    zoo = Zoo()
+    optimizer = flexdemo(zoo, world, overlap=True, bucket_bytes=SMALL)
+    zoo(gradients_at(world, 0)).backward()
+    zoo.flat.grad = zoo.flat.grad * 0.0
+    with pytest.raises(InvalidArgumentError, match="overlap=False"):
+        optimizer.step()
+
+
+def what_makes_no_sense_together_is_refused(world: World) -> None:
+    zoo = Zoo()
+    with pytest.raises(InvalidArgumentError, match="outer moves nodes"):
+        flexdemo(zoo, world, outer=Outer())
+    with pytest.raises(InvalidArgumentError, match="are for gradients"):
+        adamw(zoo, world, exchange="steps", decay=0.9)
+    with pytest.raises(InvalidArgumentError, match="exchange is 'all'"):
+        adamw(zoo, world, exchange="all")
+    with pytest.raises(InvalidArgumentError, match="LBFGS"):
+        Exchanged([torch.optim.LBFGS([zoo.matrix])], compressor=flexcomm.dense(), world=world)
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = FlexDeMo(table.parameters(), world=world)
+    table(torch.tensor([3])).sum().backward()
+    with pytest.raises(InvalidTensorError, match="sparse=False"):
+        optimizer.step()
+
+
+def ranks_that_train_other_parameters_are_told(world: World) -> None:
+    if world.topology.size == 1:
+        return
+    zoo = Zoo()
+    zoo.matrix.requires_grad_(world.topology.rank != 0)
+    with pytest.raises(ConfigMismatchError, match="train other parameters than rank 0"):
+        flexdemo(zoo, world)
+
+
 LAWS: list[Callable[[World], None]] = [
+    torchs_optimizers_take_their_own_steps,
+    an_optimizer_goes_on_where_it_stepped_before,
+    an_optimizer_that_is_gone_sends_nothing,
+    a_gradient_put_in_place_of_another_is_noticed,
+    what_makes_no_sense_together_is_refused,
+    ranks_that_train_other_parameters_are_told,
     local_steps_are_taken_alone,
     a_node_that_fails_alone_does_not_miss_the_meeting,
     nodes_meet_where_they_are_on_average,
