@@ -28,7 +28,8 @@ _WEIGHT_DECAY = 0.1
 _RATE = 1 / 32
 _LOCAL_STEPS = 5
 _ADAMW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
-_SIGN_GRID = (2.5e-4, 5e-4, 1e-3, 2e-3)
+_SIGN_GRID = (5e-4, 1e-3, 2e-3, 4e-3)
+_MUON_GRID = (2e-3, 4e-3, 8e-3, 1.6e-2)
 _FEW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 
 
@@ -102,7 +103,7 @@ _THREE_BITS = dense(values="sign2")
 
 _TABLE = (
     Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", _adamw(dense(torch.float32)), _ADAMW_GRID),
-    Method("muon", "Muon on the mean gradient, sent as fp32", _muon(dense(torch.float32)), _ADAMW_GRID),
+    Method("muon", "Muon on the mean gradient, sent as fp32", _muon(dense(torch.float32)), _MUON_GRID),
     Method("flexdemo-k8", "FlexDeMo, demo(k=8)", _flexdemo(demo(8)), _SIGN_GRID),
     Method("flexdemo-k32", "FlexDeMo, demo(k=32)", _flexdemo(demo(32)), _SIGN_GRID),
     Method("flexdemo-k96", "FlexDeMo, demo(k=96)", _flexdemo(demo(96)), _SIGN_GRID),
@@ -128,14 +129,14 @@ _TABLE = (
         "local-muon",
         f"Muon, {_LOCAL_STEPS} steps alone, then the mean in three bits",
         _muon(_THREE_BITS, exchange="steps", **_ALONE),
-        _ADAMW_GRID,
+        _MUON_GRID,
         meets_every=_LOCAL_STEPS,
     ),
     Method(
         "steps-muon",
         "Muon's steps, every one of them exchanged as demo(k=320, values='sign')",
         _muon(demo(320, values="sign"), exchange="steps"),
-        _ADAMW_GRID,
+        _MUON_GRID,
     ),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _TABLE}
