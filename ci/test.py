@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parent.parent
-SUITE_LIMIT_S = 900
+SUITE_LIMIT_S = 1800
 GRACE_S = 10
 LIMIT_S = 480
 MPI_SIZES = (1, 3, 4)

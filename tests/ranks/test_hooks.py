@@ -11,7 +11,7 @@ from tests.ranks.laws import Verdicts, judge
 from tests.ranks.recipes import ALL_LAWS
 from tests.ranks.shapes import SHAPES, Shape
 
-pytestmark = [pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(300)]
 WORLDS = SHAPES if ALL_LAWS else (Shape(1, 1), Shape(2, 1), Shape(2, 2))
 CASES = [(shape, law) for shape in WORLDS for law in laws_for(shape.size, shape.ranks_per_node)]
 
@@ -19,7 +19,7 @@ CASES = [(shape, law) for shape in WORLDS for law in laws_for(shape.size, shape.
 @lru_cache
 def verdicts_on(shape: Shape) -> Verdicts:
     laws = {law.__name__: law for law in laws_for(shape.size, shape.ranks_per_node)}
-    return judge(laws, shape, limit_s=170.0)
+    return judge(laws, shape, limit_s=290.0)
 
 
 @pytest.mark.parametrize(
