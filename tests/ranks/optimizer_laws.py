@@ -569,7 +569,91 @@ def ranks_that_train_other_parameters_are_told(world: World) -> None:
         flexdemo(zoo, world)
 
 
+def steps_not_sent_are_sent_later(world: World) -> None:
+    """One step is taken, and eight meetings send 512 of its 4096 coefficients each: then all have gone that way."""
+    param = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = Exchanged(
+        [torch.optim.SGD([param], 1.0)], compressor=flexcomm.demo(512, values="fp32"), exchange="steps", world=world
+    )
+    gradients = [torch.randn(64, 64, generator=torch.Generator().manual_seed(node)) for node in range(99)]
+    mean = torch.stack(gradients[: world.topology.nodes]).mean(dim=0)
+    for step in range(8):
+        param.grad = gradients[world.topology.node].clone() if step == 0 else torch.zeros(64, 64)
+        optimizer.step()
+        apart = float((param.detach() + mean).abs().max())
+        assert step > 0 or apart > 0.1, "the first meeting does not send everything"
+    # Each coefficient is transformed and added some ten times in float32, beside others of up to 4.
+    assert apart <= 2.0**-24 * 4 * 64, f"all was sent but for {apart}"
+
+
+def momentum_holds_the_rate_of_its_time(world: World) -> None:
+    """The sign forgets how large a rate was; momentum must not, for rates change."""
+    zoos = [Zoo(), Zoo()]
+    optimizers = [flexdemo(zoo, world, update=update) for zoo, update in zip(zoos, ("sign", "plain"), strict=True)]
+    for step in range(3):
+        for zoo, optimizer in zip(zoos, optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = 2.0 ** -(4 + 2 * step)
+            train(zoo, optimizer, world, [step])
+    sign, plain = (momenta_of(optimizer) for optimizer in optimizers)
+    assert sign.keys() == plain.keys()
+    assert all(torch.equal(state, plain[name]) for name, state in sign.items()), "momentum does not know the update"
+
+
+def exactly(world: World, make: Callable[[torch.nn.Parameter], NodeOptimizer], gradients: Sequence[Tensor]) -> Tensor:
+    """Return where whole numbers as gradients, the same on all ranks, lead a parameter that begins at zero."""
+    param = torch.nn.Parameter(torch.zeros(64))
+    optimizer = make(param)
+    for gradient in gradients:
+        param.grad = gradient.clone()
+        optimizer.step()
+    require_same_everywhere(world, [param.detach()], "replicas are equal")
+    return param.detach()
+
+
+def alpha_says_how_much_of_what_was_sent_is_taken_out(world: World) -> None:
+    def make(param: torch.nn.Parameter) -> NodeOptimizer:
+        whole = flexcomm.dense(torch.float32)
+        return FlexDeMo([param], 1.0, compressor=whole, decay=1.0, alpha=0.25, update="plain", world=world)
+
+    gradient = 4 * torch.arange(64.0)
+    moved = exactly(world, make, [gradient, torch.zeros(64)])
+    assert torch.equal(moved, -1.75 * gradient), "of what was sent first, three quarters are sent again"
+
+
+def what_waits_for_its_turn_decays(world: World) -> None:
+    def make(param: torch.nn.Parameter) -> NodeOptimizer:
+        half = flexcomm.striding(1 / 2, values="fp32")
+        return Exchanged([torch.optim.SGD([param], 1.0)], compressor=half, decay=0.5, world=world)
+
+    gradient = 4 * torch.arange(1.0, 65.0)
+    moved = -exactly(world, make, [gradient, torch.zeros(64)]) / gradient
+    assert sorted(moved.tolist()) == [0.5] * 32 + [1.0] * 32, "one half is sent at once, the other decayed"
+
+
+def the_outer_optimizer_is_sgd_on_the_way_gone(world: World) -> None:
+    gradient = 4 * torch.arange(64.0)
+    for nesterov in (True, False):
+        outer = Outer(lr=0.5, momentum=0.5, nesterov=nesterov)
+
+        def make(param: torch.nn.Parameter, outer: Outer = outer) -> NodeOptimizer:
+            inner = [torch.optim.SGD([param], 1.0)]
+            return Exchanged(inner, compressor=flexcomm.dense(), exchange_every=2, outer=outer, world=world)
+
+        moved = exactly(world, make, [gradient] * 6)
+        expected = torch.nn.Parameter(torch.zeros(64))
+        sgd = torch.optim.SGD([expected], 0.5, momentum=0.5, nesterov=nesterov)
+        for _ in range(3):
+            expected.grad = 2 * gradient
+            sgd.step()
+        assert torch.equal(moved, expected.detach()), f"three meetings are three steps of SGD, nesterov={nesterov}"
+
+
 LAWS: list[Callable[[World], None]] = [
+    steps_not_sent_are_sent_later,
+    momentum_holds_the_rate_of_its_time,
+    alpha_says_how_much_of_what_was_sent_is_taken_out,
+    what_waits_for_its_turn_decays,
+    the_outer_optimizer_is_sgd_on_the_way_gone,
     torchs_optimizers_take_their_own_steps,
     an_optimizer_goes_on_where_it_stepped_before,
     an_optimizer_that_is_gone_sends_nothing,
