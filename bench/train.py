@@ -5,7 +5,7 @@ in the same order, and each the learning rate that a sweep found best for it.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -41,7 +41,10 @@ SeedsOption = Annotated[str, typer.Option(metavar="N,...", help="A run of every 
 WindowsOption = Annotated[
     int | None, typer.Option("--batch", help="Windows a rank takes for a step; without it, what fits the size.")
 ]
-RateLrOption = Annotated[float | None, typer.Option("--lr", help="For all methods, instead of what a sweep found.")]
+RateLrOption = Annotated[
+    float | None,
+    typer.Option("--lr", help="For all methods, instead of what a sweep found; with --sweep, the only one to try."),
+]
 EvalOption = Annotated[
     int | None, typer.Option("--eval-every", help="Steps between validations; without it, a tenth of all.")
 ]
@@ -95,7 +98,8 @@ def train(
     names = parse_methods(methods)
     check_settings(settings, names)
     if sweep:
-        raise typer.Exit(_sweep(settings, names, _folder(out)))
+        grids = {name: METHODS[name].grid if lr is None else (lr,) for name in names}
+        raise typer.Exit(_sweep(settings, grids, _folder(out)))
     choices = choose_rates(size, names, lr)
     plan = Plan(settings, plan_runs(choices, _parse_seeds(seeds)))
     _tell_of_rates(choices)
@@ -135,17 +139,16 @@ def _run(plan: Plan, folder: Path) -> list[Summary]:
     return summaries
 
 
-def _sweep(settings: Settings, methods: Sequence[str], folder: Path) -> int:
+def _sweep(settings: Settings, grids: Mapping[str, Sequence[float]], folder: Path) -> int:
     """Try every learning rate of every method, and write the losses down, even if it was interrupted."""
-    plan = Plan(settings, tuple(Run(name, lr, 0) for name in methods for lr in METHODS[name].grid))
+    plan = Plan(settings, tuple(Run(name, lr, 0) for name, grid in grids.items() for lr in grid))
     try:
         _train_all(plan, folder)
     finally:
         found: dict[str, dict[float, float | None]] = {}
         for one in _summaries(plan, folder):
             found.setdefault(one.method, {})[one.lr] = one.loss
-        save_sweep(settings, found)
-        _show_sweep(found)
+        _show_sweep(save_sweep(settings, found))
     return 0
 
 
@@ -180,11 +183,10 @@ def _draw(summaries: Sequence[Summary], settings: Settings, file: Path) -> None:
         print(f"plot: {file}", flush=True)
 
 
-def _show_sweep(found: dict[str, dict[float, float | None]]) -> None:
+def _show_sweep(known: Mapping[str, Swept]) -> None:
     rows = []
-    for name, losses in found.items():
-        swept = Swept(losses)
-        for lr, loss in losses.items():
+    for name, swept in known.items():
+        for lr, loss in swept.losses.items():
             best = "" if lr != swept.best else "best, at the edge" if swept.is_at_edge else "best"
             rows.append((name, f"{lr:g}", "diverged" if loss is None else f"{loss:.4f}", best))
     print()

@@ -59,8 +59,13 @@ def _parse(entry: Mapping[str, Mapping[str, float | None]]) -> Swept:
     return Swept(losses, dict(entry["settings"]), str(entry["date"]))
 
 
-def save_sweep(settings: Settings, found: Mapping[str, Mapping[float, float | None]], file: Path = RATES_FILE) -> None:
-    """Write what a sweep found, and keep what it did not try: other methods, other sizes, more learning rates."""
+def save_sweep(
+    settings: Settings, found: Mapping[str, Mapping[float, float | None]], file: Path = RATES_FILE
+) -> dict[str, Swept]:
+    """Write what a sweep found, and keep what it did not try: other methods, other sizes, more learning rates.
+
+    Returns all that is known of the methods it tried.
+    """
     rates = load_rates(file)
     entries = rates.setdefault(settings.size, {})
     today = datetime.now(UTC).date().isoformat()
@@ -70,6 +75,7 @@ def save_sweep(settings: Settings, found: Mapping[str, Mapping[float, float | No
         entries[name] = Swept(dict(sorted({**known, **losses}.items())), asdict(settings), today)
     said = {size: {name: asdict(swept) for name, swept in methods.items()} for size, methods in rates.items()}
     file.write_text(json.dumps(said, indent=2) + "\n")
+    return {name: entries[name] for name in found}
 
 
 def choose_rates(size: str, methods: Iterable[str], told: float | None, file: Path = RATES_FILE) -> dict[str, Choice]:

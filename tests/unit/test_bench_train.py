@@ -198,8 +198,9 @@ def test_rates_come_from_the_sweep_that_was_saved_and_else_from_the_middle(tmp_p
 def test_a_sweep_keeps_what_it_did_not_try_but_nothing_of_other_settings(tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     save_sweep(SETTINGS, {BASELINE: {0.001: 3.0}, "local": {0.001: 3.0}}, file)
-    save_sweep(SETTINGS, {BASELINE: {0.002: 2.0}}, file)
-    assert load_rates(file)["tiny"][BASELINE].losses == {0.001: 3.0, 0.002: 2.0}
+    known = save_sweep(SETTINGS, {BASELINE: {0.002: 2.0}}, file)
+    assert load_rates(file)["tiny"][BASELINE].losses == known[BASELINE].losses == {0.001: 3.0, 0.002: 2.0}
+    assert set(known) == {BASELINE}
     assert set(load_rates(file)["tiny"]) == {BASELINE, "local"}
     longer = replace(SETTINGS, steps=200)
     save_sweep(longer, {BASELINE: {0.004: 1.0}}, file)
