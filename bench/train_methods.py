@@ -27,6 +27,7 @@ _BETAS = (0.9, 0.99)
 _WEIGHT_DECAY = 0.1
 _RATE = 1 / 32
 _LOCAL_STEPS = 5
+_THREE_BITS = dense(values="sign2")
 _ADAMW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 _SIGN_GRID = (5e-4, 1e-3, 2e-3, 4e-3)
 _MUON_GRID = (2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -37,7 +38,7 @@ _FEW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 class Method:
     """A way to train.
 
-    ``small_dense`` sends what is not a matrix (norms, biases) in full, as bfloat16. Nodes hold the same model after
+    ``small_dense`` sends what is not a matrix (norms, biases) in full, in three bits. Nodes hold the same model after
     every ``meets_every``-th step.
     """
 
@@ -65,7 +66,7 @@ def group_parameters(model: nn.Module, *, small_dense: bool) -> Groups:
         return [{"params": named}]
     small = [(name, param) for name, param in named if param.dim() < 2]
     matrices = [(name, param) for name, param in named if param.dim() >= 2]
-    return [{"params": matrices}, {"params": small, "compressor": dense(torch.bfloat16)}]
+    return [{"params": matrices}, {"params": small, "compressor": _THREE_BITS}]
 
 
 def _flexdemo(compressor: Compressor, **settings: Any) -> Builder:
@@ -99,15 +100,19 @@ def _muon(compressor: Compressor, **settings: Any) -> Builder:
 
 # A node alone may meet NaN that others do not: to raise there would leave them without it. Losses tell of it anyway.
 _ALONE = {"exchange_every": _LOCAL_STEPS, "nonfinite": "skip"}
-_THREE_BITS = dense(values="sign2")
-
 _TABLE = (
     Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", _adamw(dense(torch.float32)), _ADAMW_GRID),
     Method("muon", "Muon on the mean gradient, sent as fp32", _muon(dense(torch.float32)), _MUON_GRID),
     Method("flexdemo-k8", "FlexDeMo, demo(k=8)", _flexdemo(demo(8)), _SIGN_GRID),
     Method("flexdemo-k32", "FlexDeMo, demo(k=32)", _flexdemo(demo(32)), _SIGN_GRID),
     Method("flexdemo-k96", "FlexDeMo, demo(k=96)", _flexdemo(demo(96)), _SIGN_GRID),
-    Method("flexdemo-sign", "FlexDeMo, demo(k=32, values='sign')", _flexdemo(demo(32, values="sign")), _SIGN_GRID),
+    Method(
+        "flexdemo-sign",
+        "FlexDeMo, demo(k=97, chunk=32, values='sign'), alpha=0.3, decay=0.99, no matrices in three bits",
+        _flexdemo(demo(97, chunk=32, values="sign"), alpha=0.3, decay=0.99),
+        _SIGN_GRID,
+        small_dense=True,
+    ),
     Method("flexdemo-adamw", "FlexDeMoAdamW, demo(k=96)", _adamw(demo(96)), _ADAMW_GRID),
     Method("random", "FlexDeMo, random_k(1/32)", _flexdemo(random_k(_RATE)), _FEW_GRID),
     Method("striding", "FlexDeMo, striding(1/32)", _flexdemo(striding(_RATE)), _FEW_GRID),
