@@ -37,11 +37,14 @@ def measure_alone(shapes: Sequence[tuple[int, ...]], steps: int) -> list[Cost]:
 
 
 def _measure(shapes: Sequence[tuple[int, ...]], steps: int, world: flexcomm.World) -> list[Cost]:
-    optimizers: dict[str, Optimizer] = {
-        "torch AdamW, fused": AdamW(_with_gradients(shapes), fused=True),
-        "FlexDeMo, demo(k=32)": FlexDeMo(_with_gradients(shapes), compressor=flexcomm.demo(k=32), world=world),
-        "FlexDeMo, demo(k=8)": FlexDeMo(_with_gradients(shapes), compressor=flexcomm.demo(k=8), world=world),
+    compressors = {
+        "demo(k=32)": flexcomm.demo(k=32),
+        "demo(k=8)": flexcomm.demo(k=8),
+        "striding(1/32)": flexcomm.striding(1 / 32),
     }
+    optimizers: dict[str, Optimizer] = {"torch AdamW, fused": AdamW(_with_gradients(shapes), fused=True)}
+    for name, compressor in compressors.items():
+        optimizers[f"FlexDeMo, {name}"] = FlexDeMo(_with_gradients(shapes), compressor=compressor, world=world)
     seconds: dict[str, list[float]] = {name: [] for name in optimizers}
     for number in range(_WARMUPS + steps):
         for name, optimizer in optimizers.items():

@@ -28,7 +28,7 @@ from bench.train_start import check_start, start_ranks
 from bench.train_summary import Summary, columns_for, find_common_loss, format_rows, summarise
 from bench.train_watch import watching
 
-_QUICK_METHODS = "adamw,flexdemo-k32,local,local-muon"
+_QUICK_METHODS = "adamw,flexdemo-k32,flexdemo-sign,local-muon"
 _QUICK_STEPS = 200
 _QUICK_EVAL_EVERY = 20
 _EVALUATIONS = 10

@@ -14,7 +14,7 @@ THEIRS = {"main_cpu_s": 0.4, "all_cpu_s": 0.6, "sent_nbytes": 100.0, "gradients_
 def test_a_step_alone_is_compared_with_adamws_and_state_is_counted() -> None:
     adamw, *ours = measure_alone([(64, 128), (64,)], steps=2)
     assert (adamw.ratio, adamw.state) == (1.0, 2.0)
-    assert len(ours) == 2
+    assert len(ours) == 3
     for row in ours:
         assert row.ratio == pytest.approx(row.step_s / adamw.step_s)
         assert row.state == 1.0
