@@ -108,8 +108,8 @@ _TABLE = (
     Method("flexdemo-k96", "FlexDeMo, demo(k=96)", _flexdemo(demo(96)), _SIGN_GRID),
     Method(
         "flexdemo-sign",
-        "FlexDeMo, demo(k=97, chunk=32, values='sign'), alpha=0.3, decay=0.99, no matrices in three bits",
-        _flexdemo(demo(97, chunk=32, values="sign"), alpha=0.3, decay=0.99),
+        "FlexDeMo, demo(k=396, values='sign'), alpha=0.3, decay=0.99; vectors in three bits",
+        _flexdemo(demo(396, values="sign"), alpha=0.3, decay=0.99),
         _SIGN_GRID,
         small_dense=True,
     ),

@@ -53,6 +53,9 @@ OPTIMIZERS: dict[str, Make] = {
     "sign": flexdemo,
     "plain": lambda zoo, world: flexdemo(zoo, world, update="plain", weight_decay=0.1),
     "over nodes": lambda zoo, world: flexdemo(zoo, world, average="nodes", alpha=0.25, bucket_bytes=SMALL),
+    "sign values": lambda zoo, world: flexdemo(
+        zoo, world, compressor=flexcomm.demo(396, values="sign"), alpha=0.3, decay=0.99
+    ),
     "random": lambda zoo, world: flexdemo(zoo, world, compressor=flexcomm.random_k(1 / 8), decay=0.9),
     "striding": lambda zoo, world: flexdemo(zoo, world, compressor=flexcomm.striding(1 / 8), decay=1.0),
     "two groups": in_two_groups,
