@@ -1,4 +1,4 @@
-"""What targets can bound of ``bench train``: some methods beside the baseline, where that is a fair question."""
+"""What targets can bound of ``bench train``: FlexDeMo at its best beside the baseline, where that is a fair question."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -9,12 +9,12 @@ from bench.train_plan import Settings
 from bench.train_summary import Summary, find_baseline, find_common_loss, seconds_to
 
 _HEADLINE = "flexdemo-sign"
-_RATIOS: Mapping[str, tuple[str, Callable[[Summary, Summary, float], float]]] = {
-    "loss_ratio": (_HEADLINE, lambda ours, base, _: (ours.loss or 0.0) / (base.loss or 1.0)),
-    "bytes_saved": (_HEADLINE, lambda ours, base, _: base.sent_nbytes / ours.sent_nbytes),
-    "speedup": (_HEADLINE, lambda ours, base, loss: _seconds(base, loss) / _seconds(ours, loss)),
+_RATIOS: Mapping[str, Callable[[Summary, Summary, float], float]] = {
+    "loss_ratio": lambda ours, base, _: (ours.loss or 0.0) / (base.loss or 1.0),
+    "bytes_saved": lambda ours, base, _: base.sent_nbytes / ours.sent_nbytes,
+    "speedup": lambda ours, base, loss: _seconds(base, loss) / _seconds(ours, loss),
 }
-"""The figures: which method, and what of it beside the baseline; the number is a loss that both reached."""
+"""What is compared of it and the baseline; the number is a loss that both reached."""
 
 KNOWN_FIGURES = frozenset({*_RATIOS, "replicas_differ", "diverged"})
 
@@ -26,9 +26,9 @@ def make_report(summaries: Sequence[Summary], settings: Settings, *, quick: bool
         "diverged": float(sum(len(one.diverged) for one in summaries)),
     }
     unmeasured = {}
-    for figure, (method, ratio) in _RATIOS.items():
-        ours, base = next((one for one in summaries if one.method == method), None), find_baseline(summaries)
-        reason = _why_not(figure, method, ours, base, settings, quick=quick)
+    ours, base = next((one for one in summaries if one.method == _HEADLINE), None), find_baseline(summaries)
+    for figure, ratio in _RATIOS.items():
+        reason = _why_not(figure, ours, base, settings, quick=quick)
         if reason or ours is None or base is None:
             unmeasured[figure] = reason
         else:
@@ -37,15 +37,13 @@ def make_report(summaries: Sequence[Summary], settings: Settings, *, quick: bool
     return Report("train", KNOWN_FIGURES, figures, rows, asdict(settings), unmeasured)
 
 
-def _why_not(
-    figure: str, method: str, ours: Summary | None, base: Summary | None, settings: Settings, *, quick: bool
-) -> str:
+def _why_not(figure: str, ours: Summary | None, base: Summary | None, settings: Settings, *, quick: bool) -> str:
     if ours is None or base is None:
-        return f"it needs {BASELINE} and {method}: not among --methods, or not trained to the end"
+        return f"it needs {BASELINE} and {_HEADLINE}: not among --methods, or not trained to the end"
     if settings.nodes == 1:
         return "one node sends nothing to others"
     if not ours.curve:
-        return f"{method} diverged"
+        return f"{_HEADLINE} diverged"
     if quick:
         return "--quick trains too little, and too small a model"
     if figure.startswith("speedup") and settings.rate is None:
