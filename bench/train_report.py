@@ -1,4 +1,4 @@
-"""What targets can bound of ``bench train``: FlexDeMo at its best beside the baseline, where that is a fair question."""
+"""What targets can bound of ``bench train``: FlexDeMo at its best beside the baseline, where that is fair."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
