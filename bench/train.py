@@ -98,8 +98,7 @@ def train(
     names = parse_methods(methods)
     check_settings(settings, names)
     if sweep:
-        grids = {name: METHODS[name].grid if lr is None else (lr,) for name in names}
-        raise typer.Exit(_sweep(settings, grids, _folder(out)))
+        raise typer.Exit(_sweep(Plan(settings, plan_sweep(names, lr)), _folder(out)))
     choices = choose_rates(size, names, lr)
     plan = Plan(settings, plan_runs(choices, _parse_seeds(seeds)))
     _tell_of_rates(choices)
@@ -125,6 +124,11 @@ def plan_runs(choices: dict[str, Choice], seeds: Sequence[int]) -> tuple[Run, ..
     return tuple(Run(name, choice.lr, seed) for seed in seeds for name, choice in choices.items())
 
 
+def plan_sweep(methods: Iterable[str], lr: float | None) -> tuple[Run, ...]:
+    """Return every method with each learning rate of its grid, or with the one that is given."""
+    return tuple(Run(name, rate, 0) for name in methods for rate in (METHODS[name].grid if lr is None else (lr,)))
+
+
 def _run(plan: Plan, folder: Path) -> list[Summary]:
     """Train everything, show what came of it even if it was interrupted, and return that."""
     try:
@@ -139,16 +143,15 @@ def _run(plan: Plan, folder: Path) -> list[Summary]:
     return summaries
 
 
-def _sweep(settings: Settings, grids: Mapping[str, Sequence[float]], folder: Path) -> int:
-    """Try every learning rate of every method, and write the losses down, even if it was interrupted."""
-    plan = Plan(settings, tuple(Run(name, lr, 0) for name, grid in grids.items() for lr in grid))
+def _sweep(plan: Plan, folder: Path) -> int:
+    """Try all learning rates, and write the losses down, even if it was interrupted."""
     try:
         _train_all(plan, folder)
     finally:
         found: dict[str, dict[float, float | None]] = {}
         for one in _summaries(plan, folder):
             found.setdefault(one.method, {})[one.lr] = one.loss
-        _show_sweep(save_sweep(settings, found))
+        _show_sweep(save_sweep(plan.settings, found))
     return 0
 
 

@@ -100,6 +100,7 @@ def _muon(compressor: Compressor, **settings: Any) -> Builder:
 
 # A node alone may meet NaN that others do not: to raise there would leave them without it. Losses tell of it anyway.
 _ALONE = {"exchange_every": _LOCAL_STEPS, "nonfinite": "skip"}
+
 _TABLE = (
     Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", _adamw(dense(torch.float32)), _ADAMW_GRID),
     Method("muon", "Muon on the mean gradient, sent as fp32", _muon(dense(torch.float32)), _MUON_GRID),

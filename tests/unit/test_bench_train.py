@@ -11,7 +11,7 @@ import torch
 
 from bench.__main__ import main
 from bench.errors import UsageError
-from bench.train import check_settings, describe, plan_runs
+from bench.train import check_settings, describe, plan_runs, plan_sweep
 from bench.train_corpus import draw_batch, is_validation, list_sources, load_corpus, spread_windows
 from bench.train_loop import allreduce_nbytes
 from bench.train_methods import BASELINE, METHODS, group_parameters, parse_methods
@@ -182,6 +182,13 @@ def test_runs_are_looked_at_where_they_are_logged_and_evaluated_and_at_both_ends
 def test_seeds_are_the_outer_loop() -> None:
     runs = plan_runs({"a": Choice(1.0, ""), "b": Choice(2.0, "")}, [0, 1])
     assert [(run.seed, run.method, run.lr) for run in runs] == [(0, "a", 1), (0, "b", 2), (1, "a", 1), (1, "b", 2)]
+
+
+def test_a_sweep_tries_all_of_a_grid_or_the_one_rate_that_is_given() -> None:
+    grid = METHODS["local"].grid
+    assert plan_sweep(["local", "random"], None)[: len(grid)] == tuple(Run("local", lr, 0) for lr in grid)
+    assert {run.method for run in plan_sweep(["local", "random"], None)[len(grid) :]} == {"random"}
+    assert plan_sweep(["local", "random"], 0.5) == (Run("local", 0.5, 0), Run("random", 0.5, 0))
 
 
 def test_rates_come_from_the_sweep_that_was_saved_and_else_from_the_middle(tmp_path: Path) -> None:
