@@ -4,6 +4,7 @@
 between nodes.
 """
 
+from flexcomm import gossip
 from flexcomm.compress import (
     Compressor,
     Pipeline,
@@ -31,6 +32,9 @@ from flexcomm.errors import (
     TransportUnavailableError,
     WireError,
 )
+from flexcomm.gossip.compressed import MixMemory
+from flexcomm.gossip.mixing import Mixed, MixHandle, mix, start_mix
+from flexcomm.gossip.push_sum import PushSum
 from flexcomm.residuals import Residuals
 from flexcomm.sync import SyncHandle, hierarchical_sync, start_exchange, start_sync
 from flexcomm.topology import Topology
@@ -47,9 +51,13 @@ __all__ = [
     "Handle",
     "InvalidArgumentError",
     "InvalidTensorError",
+    "MixHandle",
+    "MixMemory",
+    "Mixed",
     "NonFiniteError",
     "PeerLostError",
     "Pipeline",
+    "PushSum",
     "Residuals",
     "SyncError",
     "SyncHandle",
@@ -66,10 +74,13 @@ __all__ = [
     "connect_mesh",
     "demo",
     "dense",
+    "gossip",
     "hierarchical_sync",
+    "mix",
     "random_k",
     "sign",
     "start_exchange",
+    "start_mix",
     "start_sync",
     "striding",
     "threshold",

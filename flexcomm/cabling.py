@@ -127,6 +127,17 @@ class Cabling:
             return LoopbackTransport(self.timeout_s)
         return TorchTransport(group, "nccl" if device_type == "cuda" else "gloo", self.timeout_s)
 
+    def adopt_again(self, group: dist.ProcessGroup, device_type: str) -> Transport:
+        """A second cable for the ranks of a group that somebody else made; they alone call it, and it is never closed.
+
+        That is because of [Note: group names].
+        """
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return LoopbackTransport(self.timeout_s)
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        return TorchTransport(self._new_group(ranks, backend, use_local_synchronization=True), backend, self.timeout_s)
+
     def join_slice(self, ranks: Sequence[int]) -> Transport:
         """``ranks`` through host memory; where they are not all there are, they alone call it."""
         if len(ranks) == dist.get_world_size():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar, Unpack, cast
 
 import torch
@@ -15,7 +14,7 @@ from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensor
 from flexcomm.outputs import check_outputs
 from flexcomm.routes import NonFinitePolicy, Request
 from flexcomm.transport import LoopbackTransport
-from flexcomm.world import World, connect
+from flexcomm.world import World, default_world
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +31,6 @@ __all__ = [
     "BUCKET_BYTES",
     "SyncHandle",
     "SyncOptions",
-    "default_world",
     "hierarchical_sync",
     "plan_residuals",
     "start_exchange",
@@ -113,12 +111,6 @@ def plan_residuals(
         for number, piece in zip(route.numbers[intra.rank], route.pieces[intra.rank], strict=True):
             held[number] = piece
     return held
-
-
-@lru_cache(maxsize=1)
-def default_world() -> World:
-    """Return the world of calls that name none, connected when first needed."""
-    return connect()
 
 
 class SyncHandle(Generic[T]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from flexcomm.stats import SyncRecord
     from flexcomm.transport import Transport
 
-__all__ = ["World", "connect", "connect_mesh"]
+__all__ = ["World", "connect", "connect_mesh", "default_world"]
 
 TIMEOUT_S = 300.0
 UNKNOWN = -1
@@ -68,6 +69,7 @@ class World:
     _agreement_between: Agreement = field(repr=False)
     _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _ledger: Ledger = field(default_factory=Ledger, repr=False)
+    _lay_again: Callable[[], tuple[Transport, Transport]] | None = field(default=None, repr=False)
 
     def agree(self, fields: Mapping[str, object]) -> None:
         """Return when ``fields`` are equal on all ranks, else raise ``ConfigMismatchError`` on all of them.
@@ -100,7 +102,23 @@ class World:
         """
         inter = LoopbackTransport(self.inter.timeout_s)
         topology = replace(self.topology, members=(self.topology.members[self.topology.node],))
-        return replace(self, topology=topology, inter=inter, _agreement_between=Agreement(inter), _closers=[])
+        return replace(
+            self, topology=topology, inter=inter, _agreement_between=Agreement(inter), _closers=[], _lay_again=None
+        )
+
+    def beside(self) -> World:
+        """Return the same ranks on cables of their own, for what goes on beside all else; it ends with this world.
+
+        All ranks call it together. What is under way on one set of cables does not order what starts on the other.
+        """
+        if self._lay_again is None:
+            raise TopologyError("a part of a world has no cables of its own to lay: ask the whole world for them.")
+        intra, inter = self._lay_again()
+        return replace(self, intra=intra, inter=inter, _agreement_between=Agreement(inter), _closers=[])
+
+    def at_close(self, closer: Callable[[], None]) -> None:
+        """Have ``closer`` called first when this world is closed."""
+        self._closers.append(closer)
 
     def close(self) -> None:
         """Give back the groups and communicators this world made. All ranks call it; calling again does nothing."""
@@ -148,6 +166,12 @@ def connect(
         raise
 
 
+@lru_cache(maxsize=1)
+def default_world() -> World:
+    """Return the world of calls that name none, connected when first needed."""
+    return connect()
+
+
 def assemble(cabling: Cabling, intra: Cable, inter: Cable, ranks_per_node: int | None) -> World:
     """Join all ranks, let them compare what they were told, then join those inside a node and those between nodes."""
     announced = cabling.announced
@@ -181,6 +205,7 @@ def assemble(cabling: Cabling, intra: Cable, inter: Cable, ranks_per_node: int |
         agreement,
         Agreement(inter_cable),
         cabling.closers,
+        _lay_again=lambda: (cabling.lay(intra, topology.members), cabling.lay(inter, topology.pairs)),
     )
     log.info("%s; intra over %s, inter over %s", topology, world.intra.name, world.inter.name)
     return world
@@ -200,16 +225,21 @@ def connect_mesh(
     control = cabling.join_slice(sorted(mesh.mesh.flatten().tolist()))
     agreement = Agreement(control)
     agreement.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
-    inter_cable = cabling.adopt(mesh.get_group(inter), mesh.device_type)
+    groups = mesh.get_group(intra), mesh.get_group(inter)
+    inter_cable = cabling.adopt(groups[1], mesh.device_type)
     return World(
         topology,
-        cabling.adopt(mesh.get_group(intra), mesh.device_type),
+        cabling.adopt(groups[0], mesh.device_type),
         inter_cable,
         control,
         torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu"),
         agreement,
         Agreement(inter_cable),
         cabling.closers,
+        _lay_again=lambda: (
+            cabling.adopt_again(groups[0], mesh.device_type),
+            cabling.adopt_again(groups[1], mesh.device_type),
+        ),
     )
 
 

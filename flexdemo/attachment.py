@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flexcomm import InvalidArgumentError
-from flexcomm.sync import BUCKET_BYTES, default_world
+from flexcomm.sync import BUCKET_BYTES
+from flexcomm.world import default_world
 from flexdemo.checkpoint import NodeAxis
 from flexdemo.exchange import Exchange, Terms
 from flexdemo.slots import find_slots, load_states

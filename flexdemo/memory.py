@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexcomm import InvalidArgumentError
 from flexdemo.checkpoint import NodeAxis
+from flexdemo.node_state import stacked_state, take_state_
 from flexdemo.parameters import local, wrapped_like
 from flexdemo.replicas import check_same_lots
 from flexdemo.slots import find_slots, load_states, longest_on_node
@@ -31,9 +32,6 @@ MOMENTUM, UNSENT, OWNER = "momentum", "unsent", "owner"
 """Residuals of gradients, those of the way gone alone, and whose they are."""
 ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
 """Where nodes were together last, how they moved then, and where this one is now."""
-
-_SCALAR = " (one)"
-"""Marks a number of a node's own among tensors."""
 
 
 class NodeMemory:
@@ -103,19 +101,7 @@ class NodeMemory:
         saved[ANCHOR] = wrapped_like(self._local_steps.anchors[param], param)
         if param in self._local_steps.velocities:
             saved[VELOCITY] = wrapped_like(self._local_steps.velocities[param], param)
-        return {**self._own(state, length), **saved}
-
-    def _own(self, state: dict[str, Any], length: int) -> dict[str, Any]:
-        """Return the state of a node's own optimizer, with a node axis: counters, too, for nodes may skip steps."""
-        own: dict[str, Any] = {}
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                own[key] = value
-            elif value.dim():
-                own[key] = self._axis.stacked(local(value), length)
-            else:
-                own[f"{key}{_SCALAR}"] = self._axis.stacked(value, 1)
-        return own
+        return {**stacked_state(axis, state, length), **saved}
 
     def _take_residuals(
         self,
@@ -148,12 +134,7 @@ class NodeMemory:
         places = [(here, stands), (steps.anchors[param], anchor)]
         if param in steps.velocities:
             places.append((steps.velocities[param], local(_required(saved, VELOCITY))))
-        for key in [key for key, value in saved.items() if isinstance(value, Tensor)]:
-            value = saved.pop(key)
-            if key.endswith(_SCALAR):
-                saved[key.removesuffix(_SCALAR)] = self._axis.taken(value, (), key, other_nodes)
-            else:
-                saved[key] = wrapped_like(self._axis.taken(value, here.shape, key, other_nodes), param)
+        take_state_(self._axis, saved, param, other_nodes)
         return [partial(to.copy_, value) for to, value in places]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from flexcomm import FlexcommError, InvalidArgumentError, TransportError
-from flexcomm.sync import default_world
+from flexcomm.world import default_world
 from flexdemo.feed import Feed
 from flexdemo.local_steps import LocalSteps
 from flexdemo.memory import NodeMemory

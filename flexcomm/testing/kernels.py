@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -21,7 +22,7 @@ from flexcomm.kernels import (
     ValueCode,
 )
 from flexcomm.kernels.protocol import LARGEST_MAGNITUDE
-from flexcomm.testing.cases import DTYPES, Case, layout_with, sampled_cases, with_gaps
+from flexcomm.testing.cases import DTYPES, Case, layout_with, numbers, sampled_cases, with_gaps
 from flexcomm.testing.coefficients import Sent, encode
 
 if TYPE_CHECKING:
@@ -34,6 +35,16 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL_LAWS", "check_kernels"]
 
 _REFERENCE = ReferenceKernels()
+_LENGTHS = (0, 1, 37, 2100)
+_MIXTURES: tuple[tuple[float, tuple[float, ...]], ...] = (
+    (0.6, (0.4,)),
+    (1.0 / 3.0, (1.0 / 3.0, 1.0 / 3.0)),
+    (0.0, (0.3, 0.7)),
+    (0.0, (0.3,)),
+    (0.9, ()),
+    (-1.5, (0.0, 2.0, 0.25, 0.25)),
+)
+"""What is kept, and the weights of others."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -221,6 +232,52 @@ def fit_is_finite_and_below_the_largest_magnitude(kernels: Kernels, device: str)
         require(kernels, kernels.is_fit(torch.zeros(0, dtype=dtype, device=device)), f"nothing is fit, {dtype}")
 
 
+def mixing_gives_the_references_bits(kernels: Kernels, device: str) -> None:
+    """Any dtype, any length, any number of others; into memory of its own, into ``x``, or into one of the others."""
+    for dtype, length, (keep, weights), kind in product(DTYPES, _LENGTHS, _MIXTURES, ("normal", "wide", "tiny")):
+        given = [numbers(kind, (length,), seed).to(dtype) for seed in range(1 + len(weights))]
+        expected = torch.empty_like(given[0])
+        far = _REFERENCE.mix_(given[0], keep, given[1:], weights, expected)
+        for place in range(-1, min(2, len(given))):
+            here = [one.to(device, copy=True) for one in given]
+            out = torch.full_like(here[0], torch.nan) if place < 0 else here[place]
+            got = kernels.mix_(here[0], keep, here[1:], weights, out)
+            law = f"of {length} {kind} {dtype}, {keep} * x and {weights}, into number {place} of them"
+            require_equal(kernels, out, expected, f"mix_ gives the reference's sum {law}")
+            require_close(kernels, got, far, f"mix_ tells how far x moved {law}")
+            for number, one in enumerate(here):
+                require(kernels, number == place or torch.equal(one.cpu(), given[number]), f"mix_ reads only {law}")
+
+
+def mixing_keeps_what_is_not_finite(kernels: Kernels, device: str) -> None:
+    """A NaN may become any other NaN, but never a number; what is too large for a dtype becomes infinite."""
+    for dtype in DTYPES:
+        edges = [torch.nan, torch.inf, -torch.inf, 1.0, -0.0, torch.finfo(dtype).max, -torch.finfo(dtype).max]
+        x, other = torch.cartesian_prod(*2 * [torch.tensor(edges, dtype=dtype)]).t().contiguous()
+        for keep, weight in ((0.5, 0.5), (1.0, 1.0), (1.0, -1.0)):
+            expected, out = torch.empty_like(x), torch.empty_like(x).to(device)
+            _REFERENCE.mix_(x, keep, [other], [weight], expected)
+            kernels.mix_(x.to(device), keep, [other.to(device)], [weight], out)
+            law = f"what is not finite is mixed as IEEE has it, {keep} and {weight} of {dtype}"
+            require_equal(kernels, out.isnan(), expected.isnan(), law)
+            require_equal(kernels, out[~out.isnan()], expected[~expected.isnan()], law)
+
+
+def what_has_no_weight_is_not_mixed_in(kernels: Kernels, device: str) -> None:
+    for dtype in DTYPES:
+        whole = torch.ones(70, dtype=dtype, device=device)
+        broken, out = torch.full_like(whole, torch.nan), torch.full_like(whole, 7.0)
+        for x, keep, others, weights in (
+            (broken, 0.0, [whole], [1.0]),
+            (whole, 1.0, [broken, broken], [0.0, 0.0]),
+            (broken, 0.0, [broken, whole, broken], [0.0, 1.0, 0.0]),
+        ):
+            kernels.mix_(x, keep, others, weights, out.fill_(7.0))
+            require_equal(kernels, out, whole, f"what has weight 0 does not matter: {keep}, {weights}, {dtype}")
+        kernels.mix_(broken, 0.0, [], [], out)
+        require_equal(kernels, out, torch.zeros(70, dtype=dtype), f"without any weight there is nothing: {dtype}")
+
+
 KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     encode_writes_the_references_words,
     encode_keeps_what_the_reference_keeps,
@@ -237,6 +294,9 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     decode_adds_in_the_order_given,
     the_checksum_is_the_references,
     fit_is_finite_and_below_the_largest_magnitude,
+    mixing_gives_the_references_bits,
+    mixing_keeps_what_is_not_finite,
+    what_has_no_weight_is_not_mixed_in,
 )
 
 
@@ -295,3 +355,11 @@ def require_equal(kernels: Kernels, got: Tensor | None, expected: Tensor | None,
         require(kernels, got is expected, law)
     elif got.dtype != expected.dtype or got.shape != expected.shape or not torch.equal(bits_of(got), bits_of(expected)):
         raise AssertionError(f"{kernels.name} kernels: broken law: {law}\ngot      {got}\nexpected {expected}")
+
+
+def require_close(kernels: Kernels, got: Tensor, expected: Tensor, law: str) -> None:
+    """Raise unless both are float64 scalars and equal to rounding, which adding in another order does."""
+    alike = got.dtype == expected.dtype and got.shape == expected.shape
+    require(
+        kernels, alike and torch.allclose(got.cpu(), expected, rtol=1e-12, atol=0.0), f"{law}: {got}, not {expected}"
+    )

@@ -55,7 +55,7 @@ static unsigned __ffs(unsigned bits) { return (unsigned)__builtin_ffs((int)bits)
 #include KERNELS
 
 static const unsigned POISON = 0xFFFFABCDu;  // as a float, not a number: what nobody wrote must not look like zero
-u32 shared_words[1u << 14];
+alignas(8) u32 shared_words[1u << 14];
 
 static void poison_shared_words() {
     for (u32& word : shared_words) word = POISON;

@@ -76,6 +76,47 @@ def test_kernels_that_differ_in_one_bit_are_found_out(law: Callable[[Kernels, st
         law(Careless(), "cpu")
 
 
+class MixesBackwards(ReferenceKernels):
+    def mix_(self, x, keep, others, weights, out):  # type: ignore[no-untyped-def]
+        return super().mix_(x, keep, others[::-1], weights[::-1], out)
+
+
+class MixesInDoubles(ReferenceKernels):
+    def mix_(self, x, keep, others, weights, out):  # type: ignore[no-untyped-def]
+        filled = torch.empty_like(x, dtype=torch.float64)
+        far = super().mix_(x.double(), keep, [other.double() for other in others], weights, filled)
+        out.copy_(filled)
+        return far
+
+
+class MixesZeros(ReferenceKernels):
+    def mix_(self, x, keep, others, weights, out):  # type: ignore[no-untyped-def]
+        return super().mix_(x, keep or 1e-45, others, [weight or 1e-45 for weight in weights], out)
+
+
+class ForgetsHowFar(ReferenceKernels):
+    def mix_(self, x, keep, others, weights, out):  # type: ignore[no-untyped-def]
+        super().mix_(x, keep, others, weights, out)
+        return (out.double() - x.double()).square().sum()
+
+
+@pytest.mark.parametrize("careless", [MixesBackwards, MixesInDoubles, MixesZeros, ForgetsHowFar])
+def test_kernels_that_mix_otherwise_are_found_out(careless: type[ReferenceKernels]) -> None:
+    laws = [law for law in KERNEL_LAWS if "mix" in law.__name__]
+    with pytest.raises(AssertionError, match="reference kernels: broken law"):
+        for law in laws:
+            law(careless(), "cpu")
+
+
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_a_parameter_is_mixed_outside_of_autograd(others: int) -> None:
+    param = torch.ones(5, requires_grad=True)
+    far = CpuKernels(1).mix_(param, 0.5, [torch.ones(5, requires_grad=True)] * others, [0.25] * others, param)
+    moved = 0.5 - 0.25 * others
+    assert torch.equal(param.detach(), torch.full((5,), 1.0 - moved))
+    assert (float(far), far.requires_grad) == (5 * moved * moved, False)
+
+
 def picked(x: Tensor, k: int, chunk: int) -> list[list[int]]:
     plan = Pipeline(Identity(chunk), TopK(k), "fp32").plan(TensorSpec("x", tuple(x.shape), x.dtype))
     sent = sent_coefficients(CpuKernels(1), encode(CpuKernels(1), x, plan), plan)

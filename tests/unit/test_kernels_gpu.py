@@ -104,6 +104,15 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
     require_equal_exchange(make_kernels(threads), TensorPlan(1, 700, 1, 140, True, selection, 20, Value.SIGN))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 33])
+def test_what_is_mixed_does_not_depend_on_the_number_of_threads(threads: int, make_kernels: MakeKernels) -> None:
+    x, other = numbers("wide", (2, 700), 3)
+    out, expected = torch.empty(2, 700)
+    far = make_kernels(threads).mix_(x, 0.3, [other], [0.7], out)
+    torch.testing.assert_close(far, REFERENCE.mix_(x, 0.3, [other], [0.7], expected), rtol=1e-14, atol=0.0)
+    require_equal_bits(out, expected, "what is mixed")
+
+
 @pytest.mark.parametrize("selection", list(Selection), ids=lambda selection: selection.name)
 @pytest.mark.parametrize(
     "geometry",

@@ -1,6 +1,7 @@
 """How the CPU's loops are compiled, and what their arguments are called.
 
 fastmath stays off: it would let the compiler reorder or fuse operations, and bits would differ from the reference.
+The one exception are sums of which nobody asks for the last bit, see :func:`summing`.
 Integers are int64 throughout, because numba turns int64 with uint64 into a float.
 """
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
     Integers = NDArray[Any]  # of any width
 
-__all__ = ["compiled", "kept"]
+__all__ = ["compiled", "kept", "summing"]
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
@@ -50,6 +51,14 @@ _SOURCES = _digest_of_sources()
 def compiled(function: Function) -> Function:
     """Compile a part of a loop, together with the loop that uses it."""
     return cast("Function", numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def summing(function: Function) -> Function:
+    """Compile a part of a loop whose own sums may be added in any order, so that they fit into vectors.
+
+    Only what is written in the function itself: what it calls keeps its order and its bits. Nothing is ever fused.
+    """
+    return cast("Function", numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc"})(function))
 
 
 def kept(function: Function) -> Function:

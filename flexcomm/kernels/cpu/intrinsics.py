@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Built = tuple[Any, Callable[[Any, Any, Any, Any], Any]]
     Instruction = Callable[..., Any]
 
-__all__ = ["WINDOW", "count_bits", "lowest_bit", "reaching"]
+__all__ = ["WINDOW", "count_bits", "lowest_bit", "pointer_to", "reaching"]
 
 WINDOW = 32
 """How many numbers :func:`reaching` looks at."""
@@ -50,11 +50,21 @@ def _reaching(_typing: Any, numbers: Any, begin: Any, bound: Any) -> Built:  # n
     return types.uint64(numbers, types.int64, types.int32), build
 
 
+def _pointer_to(_typing: Any, address: Any) -> Built:  # noqa: ARG001
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), build
+
+
 count_bits = cast("Instruction", intrinsic(_count_bits))
 """How many bits of an unsigned 64-bit number are set."""
 
 lowest_bit = cast("Instruction", intrinsic(_lowest_bit))
 """The place of the lowest bit that is set; 64 if none is."""
+
+pointer_to = cast("Instruction", intrinsic(_pointer_to))
+"""An address, as what ``numba.carray`` takes."""
 
 reaching = cast("Instruction", intrinsic(_reaching))
 """Which of 32 numbers from ``begin`` on, of an array of int32, reach a bound: the first is the lowest bit."""

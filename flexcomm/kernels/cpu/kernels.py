@@ -11,6 +11,7 @@ from flexcomm.kernels.counting import BINS, fill_up, raise_threshold
 from flexcomm.kernels.cpu import checking, surveying
 from flexcomm.kernels.cpu.arguments import as_words, magnitude_bits, outline_of, source_of
 from flexcomm.kernels.cpu.coefficients import MAGNITUDE
+from flexcomm.kernels.cpu.mixer import mixer_of
 from flexcomm.kernels.cpu.prepared import CpuReader, CpuWriter
 from flexcomm.kernels.cpu.shares import cut_up, run
 from flexcomm.kernels.protocol import Average, Fault, Momentum, Payload, Survey
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from flexcomm.kernels.plan import Draw, Layout, TensorPlan
 
 __all__ = ["CpuKernels"]
+
+_LINE = 32
+"""Elements of the smallest dtype in a line of cache: threads that begin there share none."""
 
 
 class CpuKernels:
@@ -108,3 +112,7 @@ class CpuKernels:
         shares = cut_up(source.size, source.size, self._threads)
         parts = run(shares, lambda begin, end: checking.add_checksum(source[begin:end], first + begin))
         return int(sum(parts)) % (1 << 32)
+
+    def mix_(self, x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
+        shares = cut_up(x.numel(), x.numel(), self._threads, _LINE)
+        return torch.tensor(sum(run(shares, mixer_of(x, keep, others, weights, out))), dtype=torch.float64)

@@ -50,11 +50,17 @@ struct Section {
     const i64* before;
 };
 
+// A vector to be mixed in, and its weight.
+struct Term {
+    const void* memory;
+    double weight;
+};
+
 // A plan, a layout, a draw, and where everything is. records.py mirrors it, field by field.
 struct Job {
     i64 rows, cols, chunk_rows, chunk_cols, grid_cols, chunk_numel, chunks;
     i64 transformed, selection, keep, tau_bits, values, value_bits, scales, count_bits, key, start;
-    i64 element, numel, first, senders, by_contributors;
+    i64 element, numel, first, senders, by_contributors, term_count;
     // The block's share: chunks side by side, distance of rows in each of its areas, and where those begin, in words.
     i64 group, solo, pitch, pitch_down, pitch_along, turned_at, marks_at, ranks_at, block_words;
     float decay, factor, stays, padding;
@@ -68,12 +74,15 @@ struct Job {
     i64* counts;
     u64* answer;
     u32* workspace;
+    const Term* terms;
+    void* out;
+    double* distances;
 };
 
 // kernels.py starts at most 256 threads a block. Four such blocks fit a multiprocessor if each thread has 64 registers.
 #define RESIDENT __launch_bounds__(256, 4)
 
-extern __shared__ u32 shared_words[];
+alignas(8) extern __shared__ u32 shared_words[];
 
 // --- bits ------------------------------------------------------------------------------------------------------------
 
@@ -930,4 +939,76 @@ extern "C" __global__ void add_checksum(const Job job) {
     atomicAdd(shared_words, mine);
     __syncthreads();
     if (threadIdx.x == 0u) atomicAdd(job.answer, (u64)shared_words[0]);
+}
+
+// --- mixing ----------------------------------------------------------------------------------------------------------
+//
+// Parameters are mixed as they are: unlike what is encoded, they may be infinite or not numbers, and stay so.
+
+__device__ float any_fp16_value(u32 half) {
+    if ((half & 0x7C00u) != 0x7C00u) return fp16_value(half);
+    return __uint_as_float(((half & 0x8000u) << 16) | INFINITE | ((half & 0x03FFu) << 13));
+}
+
+__device__ u32 half_code(i64 element, float value) {
+    u32 bits = __float_as_uint(value), magnitude = bits & MAGNITUDE;
+    if (element == BFLOAT16) return magnitude > INFINITE ? 0x7FC0u : bf16_bits(bits);
+    return magnitude > INFINITE ? 0x7E00u : ((bits >> 16) & 0x8000u) | fp16_bits(magnitude);
+}
+
+__device__ float half_value(i64 element, u32 half) {
+    return element == BFLOAT16 ? bf16_value(half) : any_fp16_value(half);
+}
+
+__device__ void read(const void* memory, i64, i64 at, double* value) { *value = ((const double*)memory)[at]; }
+
+__device__ void read(const void* memory, i64 element, i64 at, float* value) {
+    *value = element == FLOAT ? ((const float*)memory)[at] : half_value(element, ((const u16*)memory)[at]);
+}
+
+// Write a number; return it as it will be read.
+__device__ double write(void* memory, i64, i64 at, double value) { return ((double*)memory)[at] = value; }
+
+__device__ float write(void* memory, i64 element, i64 at, float value) {
+    if (element == FLOAT) return ((float*)memory)[at] = value;
+    u32 half = half_code(element, value);
+    ((u16*)memory)[at] = (u16)half;
+    return half_value(element, half);
+}
+
+// Mix one element; return how far it moved, squared. Number is what is computed in: float, or double for doubles.
+template <class Number>
+__device__ double mix_element(const Job& job, i64 at) {
+    Number total = 0, before, term;
+    read(job.memory, job.element, at, &before);
+    for (i64 number = 0; number < job.term_count; number++) {
+        read(job.terms[number].memory, job.element, at, &term);
+        Number product = (Number)job.terms[number].weight * term;
+        total = number ? total + product : product;
+    }
+    double far = (double)write(job.out, job.element, at, total) - (double)before;
+    return far * far;
+}
+
+// Leave the sum of what the block's threads hold in `total`. No atomics: runs differ in nothing, not even in this sum.
+__device__ void add_up(double mine, double* total) {
+    double* sums = (double*)shared_words;
+    sums[threadIdx.x] = mine;
+    __syncthreads();
+    for (u32 width = blockDim.x; width > 1u; width = (width + 1u) >> 1) {
+        u32 upper = (width + 1u) >> 1;
+        if (threadIdx.x + upper < width) sums[threadIdx.x] += sums[threadIdx.x + upper];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0u) *total = sums[0];
+}
+
+// Fill `out`, which may be `memory`, with the weighted sum of terms, and `distances` with each block's part of how far
+// it is from `memory`.
+extern "C" __global__ void mix(const Job job) {
+    double far = 0.0;
+    for (i64 at = first_item(); at < job.numel; at += items_apart()) {
+        far += job.element == DOUBLE ? mix_element<double>(job, at) : mix_element<float>(job, at);
+    }
+    add_up(far, job.distances + blockIdx.x);
 }

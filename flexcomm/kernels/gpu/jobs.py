@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm.kernels.gpu.programs import load_program
-from flexcomm.kernels.gpu.records import Job, Section
+from flexcomm.kernels.gpu.records import Job, Section, Term
 from flexcomm.kernels.plan import NO_DRAW
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flexcomm.kernels.plan import Draw, Layout, TensorPlan
     from flexcomm.kernels.protocol import Momentum
 
-__all__ = ["ELEMENTS", "coefficients_job", "elements_job", "list_sections", "plan_job", "section_of"]
+__all__ = ["ELEMENTS", "coefficients_job", "elements_job", "list_records", "mix_job", "plan_job", "section_of"]
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """As ``codec.cu`` numbers them."""
@@ -83,8 +83,18 @@ def section_of(start: int, layout: Layout, before: Tensor | None) -> Section:
     )
 
 
-def list_sections(sections: Sequence[Section], device: torch.device) -> Tensor:
-    """Return the sections one behind the other, in a device's memory."""
-    host = torch.frombuffer(bytearray(b"".join(map(bytes, sections))), dtype=torch.int64)
+def mix_job(x: Tensor, terms: Sequence[tuple[Tensor, float]], out: Tensor) -> Job:
+    """Return a job that can fill ``out`` with the weighted sum of terms."""
+    job = Job(element=ELEMENTS[x.dtype], numel=x.numel(), term_count=len(terms))
+    job.point(memory=x, out=out)
+    if terms:
+        records = [Term(memory=term.data_ptr(), weight=weight) for term, weight in terms]
+        job.point(terms=list_records(records, x.device))
+    return job
+
+
+def list_records(records: Sequence[Section] | Sequence[Term], device: torch.device) -> Tensor:
+    """Return records one behind the other, in a device's memory."""
+    host = torch.frombuffer(bytearray(b"".join(map(bytes, records))), dtype=torch.int64)
     # From pinned memory the copy is queued; from any other, the host would wait for all that is queued before it.
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, entries_before, fill_up, raise_threshold, threshold_bits
-from flexcomm.kernels.gpu.jobs import ELEMENTS, coefficients_job, elements_job, list_sections, plan_job, section_of
+from flexcomm.kernels.gpu.jobs import (
+    ELEMENTS,
+    coefficients_job,
+    elements_job,
+    list_records,
+    mix_job,
+    plan_job,
+    section_of,
+)
 from flexcomm.kernels.gpu.launcher import CupyLauncher, Launcher
 from flexcomm.kernels.gpu.records import Job
-from flexcomm.kernels.gpu.share import Share, plan_chunk_share, plan_item_share
+from flexcomm.kernels.gpu.share import Share, plan_chunk_share, plan_item_share, plan_sum_share
 from flexcomm.kernels.plain import PlainReader, PlainWriter
 from flexcomm.kernels.plan import NO_DRAW
 from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
@@ -123,7 +131,7 @@ class GpuKernels:
         ]
         job = elements_job(dense, plan, draw)
         job.senders, job.by_contributors = len(payloads), int(average == "contributors")
-        job.point(words=words, sections=list_sections(sections, out.device))
+        job.point(words=words, sections=list_records(sections, out.device))
         self._launch_chunks("decode_chunks", plan, job, out.device)
         _give(dense, out)
 
@@ -134,6 +142,16 @@ class GpuKernels:
         job = Job(numel=words.numel(), first=first)
         job.point(words=words)
         return self._ask("add_checksum", words.numel(), job, words.device) & _LOW32
+
+    def mix_(self, x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return torch.zeros((), dtype=torch.float64, device=x.device)
+        terms = [term for term in zip((x, *others), (keep, *weights), strict=True) if term[1] != 0.0]
+        job, share = mix_job(x, terms, out), plan_sum_share(x.numel(), self._threads)
+        distances = torch.empty(share.grid, dtype=torch.float64, device=x.device)
+        job.point(distances=distances)
+        self._launch("mix", share, job, x.device)
+        return distances.sum()
 
     def _count(self, job: Job, plan: TensorPlan, tau_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return how many of each chunk reach the threshold, and how many reach the end of its bin."""

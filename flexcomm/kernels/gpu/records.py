@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WORD_NBYTES", "Job", "Section", "Transform"]
+__all__ = ["WORD_NBYTES", "Job", "Section", "Term", "Transform"]
 
 WORD_NBYTES = 4
 
@@ -28,6 +28,12 @@ class Section(ctypes.Structure):
     ]
 
 
+class Term(ctypes.Structure):
+    """A vector to be mixed in, and its weight."""
+
+    _fields_ = [("memory", ctypes.c_int64), ("weight", ctypes.c_double)]
+
+
 class Job(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -37,7 +43,7 @@ class Job(ctypes.Structure):
             for name in (
                 "rows", "cols", "chunk_rows", "chunk_cols", "grid_cols", "chunk_numel", "chunks",
                 "transformed", "selection", "keep", "tau_bits", "values", "value_bits", "scales", "count_bits",
-                "key", "start", "element", "numel", "first", "senders", "by_contributors",
+                "key", "start", "element", "numel", "first", "senders", "by_contributors", "term_count",
                 "group", "solo", "pitch", "pitch_down", "pitch_along", "turned_at", "marks_at", "ranks_at",
                 "block_words",
             )
@@ -51,7 +57,10 @@ class Job(ctypes.Structure):
         ("own", Section),
         *[
             (name, ctypes.c_int64)
-            for name in ("sections", "memory", "state", "next_state", "words", "counts", "answer", "workspace")
+            for name in (
+                "sections", "memory", "state", "next_state", "words", "counts", "answer", "workspace",
+                "terms", "out", "distances",
+            )
         ],
     ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from flexcomm.kernels.gpu.records import WORD_NBYTES
 if TYPE_CHECKING:
     from flexcomm.kernels.plan import TensorPlan
 
-__all__ = ["Share", "plan_chunk_share", "plan_item_share"]
+__all__ = ["Share", "plan_chunk_share", "plan_item_share", "plan_sum_share"]
 
 _SHORT = 128
 """Elements of a one-row chunk up to which a single thread does its selection, and a block does many side by side."""
@@ -41,6 +41,11 @@ def plan_item_share(items: int, threads: int) -> Share:
     """Share out items that have nothing to do with each other; a block has one word to add up in."""
     grid = min(-(-items // (threads * _ELEMENTS_PER_THREAD)), _ITEM_BLOCKS)
     return Share(grid, threads, WORD_NBYTES, 0, {})
+
+
+def plan_sum_share(items: int, threads: int) -> Share:
+    """Share out items of which each thread of a block has a float64 to add up."""
+    return plan_item_share(items, threads)._replace(shared_nbytes=2 * WORD_NBYTES * threads)
 
 
 @lru_cache(maxsize=256)

@@ -125,6 +125,19 @@ class ReferenceKernels:
         places = torch.arange(first, first + words.numel(), device=words.device)
         return int(mix32(words.to(torch.int64) ^ (places * GOLDEN)).sum()) & LOW32
 
+    def mix_(self, x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
+        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        terms = zip((x, *others), (keep, *weights), strict=True)
+        products = [term.detach().to(wide) * _factor(weight, wide) for term, weight in terms if weight != 0.0]
+        mixed = products[0] if products else torch.zeros_like(x, dtype=wide)
+        for product in products[1:]:
+            # Not by add_(alpha=...), which may fuse multiplication and addition.
+            mixed = mixed + product
+        filled = mixed.to(x.dtype)
+        distance = (filled.double() - x.detach().double()).square().sum()
+        out.detach().copy_(filled)
+        return distance
+
 
 def _decode(words: Tensor, payload: Payload, plan: TensorPlan, draw: Draw) -> tuple[Tensor, Tensor]:
     """Return the mask of sent coefficients, and their values in order."""
@@ -139,6 +152,10 @@ def _decode(words: Tensor, payload: Payload, plan: TensorPlan, draw: Draw) -> tu
     codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.bits)
     scales = get(bits, 32 * layout.scales, plan.chunks * plan.values.scales, 16).view(plan.chunks, plan.values.scales)
     return chosen, dequantise(codes, scales, chosen, plan.values)
+
+
+def _factor(weight: float, dtype: torch.dtype) -> float:
+    return weight if dtype is torch.float64 else rounded(weight)
 
 
 def _counts_of(payload: Payload, plan: TensorPlan, device: torch.device) -> Tensor:

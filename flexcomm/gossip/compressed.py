@@ -1,0 +1,186 @@
+"""Compressed mixing: nodes send what changed since their peers last heard of them, and remember what those know.
+
+CHOCO's rule (Koloskova et al. 2019) for symmetric graphs, and the same on push-sum's numerators (Taheri et al. 2020)
+for directed ones. Every node keeps ``public``, what its peers know of its ``x``, and ``heard``, the weighted sum of
+what it knows of all it hears, itself included. In a round it sends ``q = Q(x - public)``, and then
+
+    public += q;  heard += sum of w_j * q_j;  x += gamma * (heard - public)
+
+``heard`` follows the graph's weights, so these must not change from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flexcomm.bucket import Incoming, Outgoing, decode_payloads_, regions_of
+from flexcomm.errors import CompressorError, InvalidArgumentError, NonFiniteError
+from flexcomm.gossip.letters import swap
+from flexcomm.gossip.trip import Joined, Trip
+from flexcomm.kernels import Momentum, Selection, ValueCode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from flexcomm.bucket import BucketPlan
+    from flexcomm.compress import Compressor
+    from flexcomm.gossip.turn import Turn
+    from flexcomm.kernels import TensorPlan
+
+__all__ = ["MixMemory", "choose_gamma", "cross_compressed", "spelled_out"]
+
+_COARSE = (ValueCode.SIGN, ValueCode.SIGN2)
+_MOST_COARSE = 0.9
+
+
+class _Slot(NamedTuple):
+    public: Tensor
+    heard: Tensor
+
+
+class MixMemory:
+    """What compressed mixing remembers of one set of tensors: what peers know of them, and what is known of peers.
+
+    Begins at zero or, where all nodes hold the same at first, with :meth:`begin` at that, which saves sending it. A
+    round that fails leaves it as it was.
+    """
+
+    def __init__(self) -> None:
+        self._slot: _Slot | None = None
+        self._next: _Slot | None = None
+
+    def begin(self, x: Tensor, heard_weight: float = 1.0) -> None:
+        """Take note that all nodes hold ``x``, flat; ``heard_weight`` is the sum of a node's weights."""
+        known = x.detach().reshape(-1).to(torch.float32, copy=True)
+        self._slot = _Slot(known, known * heard_weight)
+
+    def lend(self, numel: int, device: torch.device) -> tuple[_Slot, _Slot]:
+        """Return what is known, and room for what will be once :meth:`commit` is called."""
+        with torch.inference_mode(False):
+            if self._slot is None:
+                self._slot = _Slot(*torch.zeros(2, numel, device=device))
+            if self._slot.public.numel() != numel or self._slot.public.device != device:
+                raise InvalidArgumentError(
+                    f"this memory is of {self._slot.public.numel()} elements on {self._slot.public.device}, but "
+                    f"{numel} on {device} are to be mixed: use one memory for each set of tensors."
+                )
+            if self._next is None:
+                self._next = _Slot(*torch.empty(2, numel, device=device))
+        return self._slot, self._next
+
+    def commit(self) -> None:
+        """Keep what the last round found."""
+        self._slot, self._next = self._next, self._slot
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return both, not as copies; nothing before the first round."""
+        return {} if self._slot is None else self._slot._asdict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state."""
+        self._slot = _Slot(**{name: kept.detach().clone() for name, kept in state.items()}) if state else None
+        self._next = None
+
+
+def choose_gamma(compressor: Compressor, plan: BucketPlan, asked: float | None) -> float:
+    """Return the share of the way to go: what was asked for, if it can converge, else what is safe.
+
+    What drops coefficients, or all but their signs, is biased. With a large ``gamma`` nodes follow what they have not
+    heard yet, further with every round: all coefficients that are drawn wait for their turn, so ``gamma`` may be no
+    more than the share sent, and twice that where the largest go first. Measured on 8 nodes, rings and complete graphs:
+    docs/decentralized.md.
+    """
+    if any(one.exact for one in plan.plans):
+        raise CompressorError(
+            f"{compressor} sends payloads of any length, but letters are of one length: give threshold a capacity, or "
+            f"use top_k."
+        )
+    share = min((_share_of(one) for one in plan.plans), default=1.0)
+    most = min((_most_of(one) for one in plan.plans), default=1.0)
+    if asked is None:
+        return min(share, most)
+    if asked > most:
+        raise InvalidArgumentError(
+            f"gamma={asked:g} diverges with {compressor}, which sends a share of {share:.3g} and drops the rest: pass "
+            f"at most gamma={most:.3g}, leave it out, or send everything, as dense(values='int8') does."
+        )
+    return asked
+
+
+def _share_of(plan: TensorPlan) -> float:
+    """Return the share of a tensor's coefficients that is sent."""
+    return min(1.0, plan.entries / max(1, plan.chunks * plan.chunk_numel))
+
+
+def _most_of(plan: TensorPlan) -> float:
+    """Return the largest step size that is known to converge."""
+    if plan.selection is Selection.EVERYTHING:
+        return _MOST_COARSE if plan.values in _COARSE else 1.0
+    drawn = plan.selection in (Selection.SHUFFLED, Selection.STRIDED)
+    return min(_share_of(plan) * (1.0 if drawn else 2.0), _MOST_COARSE)
+
+
+def spelled_out(turn: Turn, node: int) -> Turn:
+    """Return a turn in which a group's nodes each send to all others: payloads cannot be added on the way."""
+    if not turn.group:
+        return turn
+    others = tuple(member for member in turn.group if member != node)
+    (weight,) = turn.weights
+    return type(turn)(others, others, turn.keep + weight, (weight,) * len(others))
+
+
+def cross_compressed(trip: Trip, plan: BucketPlan, memory: MixMemory, x: Tensor) -> Joined:
+    """Exchange what changed of ``x``, and write what is known afterwards beside what is known now."""
+    turn, own = trip.turn, trip.line.weight
+    known, after = memory.lend(x.numel(), x.device)
+    change = trip.rooms.get("change", x.numel(), torch.float32)
+    torch.sub(x if own == 1.0 else x * own, known.public, out=change)
+    payload = _encoded(trip, plan, change)
+    rooms = [trip.rooms.get(f"payload {number}", plan.nbytes, torch.uint8) for number in range(len(turn.hears))]
+    trip.count(len(turn.sends_to), plan.nbytes, len(rooms) * plan.nbytes)
+    sent = [(peer, payload) for peer in turn.sends_to]
+    heard = swap(trip.inter, trip.line, sent, list(zip(turn.hears, rooms, strict=True)))
+    with trip.record.time("decode"):
+        _decode(trip, plan, payload, trip.inter.rank, change)
+        torch.add(known.public, change, out=after.public)
+        torch.add(known.heard, change, alpha=turn.keep, out=after.heard)
+        for sender, buffer, weight in zip(turn.hears, rooms, turn.weights, strict=True):
+            _decode(trip, plan, buffer, sender, change)
+            after.heard.add_(change, alpha=weight)
+        torch.sub(after.heard, after.public, out=change)
+    push_weight = trip.push_weight(turn.keep, turn.weights, heard.weights)
+    return Joined(own / push_weight, [change.to(x.dtype)], [trip.gamma / push_weight], push_weight)
+
+
+def _encoded(trip: Trip, plan: BucketPlan, change: Tensor) -> Tensor:
+    """Return the payload; one that says that nothing is fit to be sent, if so: then all who hear it raise."""
+    outgoing = Outgoing(plan, trip.rooms.get("payload", plan.nbytes, torch.uint8), trip.kernels)
+    numbers = {"step": trip.line.step, "sequence": trip.line.sequence}
+    with trip.record.time("encode"):
+        try:
+            outgoing.encode_(_cut(change, plan), [Momentum()] * len(plan.specs), **numbers)
+        except NonFiniteError:
+            outgoing.flag_(**numbers)
+    return outgoing.buffer
+
+
+def _decode(trip: Trip, plan: BucketPlan, payload: Tensor, sender: int, out: Tensor) -> None:
+    incoming = Incoming(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), trip.kernels)
+    opened = incoming.open(step=trip.line.step, sequence=trip.line.sequence)
+    if opened.flagged:
+        raise NonFiniteError(
+            f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed here. End "
+            f"the run, and lower the learning rate, or clip."
+        )
+    decode_payloads_(plan, opened, _cut(out, plan), step=trip.line.step, average="nodes")
+
+
+def _cut(flat: Tensor, plan: BucketPlan) -> list[Tensor]:
+    """Return the plan's tensors, which lie one behind the other."""
+    parts = torch.split(flat, [math.prod(spec.shape) for spec in plan.specs])
+    return [part.view(spec.shape) for part, spec in zip(parts, plan.specs, strict=True)]

@@ -1,0 +1,199 @@
+"""Mixing: a weighted sum of vectors, and how far it is from one of them, in one pass over memory.
+
+Two vectors are read and written by one loop. Of more, or of 16-bit ones, a block at a time is added up in cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba.np.numpy_support import carray
+
+from flexcomm.kernels.cpu.compiler import compiled, kept, summing
+from flexcomm.kernels.cpu.intrinsics import pointer_to
+from flexcomm.kernels.cpu.records import BFLOAT16
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Longs
+
+    Reals = NDArray[Any]  # of float32, or of float64
+
+__all__ = ["mix_halves", "mix_many", "mix_two"]
+
+_BLOCK = 2048
+"""Elements added up at a time: three arrays of them stay in the nearest cache."""
+_INFINITY = np.uint32(0x7F800000)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_HALF_ONE = np.float32(0.5)
+_TWO_TO_112 = np.float32(2.0**112)
+
+
+@kept
+def mix_two(x: Reals, keep: Float, other: Reals, weight: Float, out: Reals) -> Float:
+    """Fill ``out`` with ``keep * x + weight * other``; return how far it is from ``x``, squared."""
+    # Where memory may overlap, loops do not fit into vectors: so there is one that is told of x alone.
+    if x.ctypes.data == out.ctypes.data:
+        return mix_two_in_place(x, keep, other, weight)
+    return mix_two_apart(x, keep, other, weight, out)
+
+
+@kept
+def mix_many(first: Int, last: Int, x: Reals, out: Reals, terms: Longs, weights: Reals) -> Float:
+    """Fill a part of ``out`` with the weighted sum of terms; return how far it is from ``x``, squared.
+
+    Terms are given by address: numba would compile the loops anew for every number of arrays. ``x`` may be one of them.
+    """
+    memory, total = np.empty(_BLOCK, x.dtype), 0.0
+    for begin in range(first, last, _BLOCK):
+        end = min(begin + _BLOCK, last)
+        sums = memory[: end - begin]
+        if terms.size == 0:
+            sums[:] = 0
+        for number in range(terms.size):
+            add_term(sums, carray(pointer_to(terms[number]), last, x.dtype)[begin:end], weights[number], number)
+        if x.ctypes.data == out.ctypes.data:
+            total += replace(x[begin:end], sums)
+        else:
+            total += distance(x[begin:end], sums)
+            copy(out[begin:end], sums)
+    return total
+
+
+@kept
+def mix_halves(first: Int, last: Int, x: Halves, out: Halves, terms: Longs, weights: Floats, kind: Int) -> Float:
+    """Do what :func:`mix_many` does, for 16-bit elements of a kind."""
+    memory, total = np.empty((3, _BLOCK), np.float32), 0.0
+    for begin in range(first, last, _BLOCK):
+        end = min(begin + _BLOCK, last)
+        own, theirs, sums = memory[0, : end - begin], memory[1, : end - begin], memory[2, : end - begin]
+        load(own, x[begin:end], kind)
+        if terms.size == 0:
+            sums[:] = 0
+        for number in range(terms.size):
+            load(theirs, carray(pointer_to(terms[number]), last, np.uint16)[begin:end], kind)
+            add_term(sums, theirs, weights[number], number)
+        store(out[begin:end], sums, kind)
+        load(sums, out[begin:end], kind)
+        total += distance(own, sums)
+    return total
+
+
+@compiled
+def added(x: Float, keep: Float, other: Float, weight: Float) -> Float:
+    return keep * x + weight * other
+
+
+@summing
+def mix_two_in_place(x: Reals, keep: Float, other: Reals, weight: Float) -> Float:
+    total = 0.0
+    for i in range(x.size):
+        old = x[i]
+        new = added(old, keep, other[i], weight)
+        x[i] = new
+        far = np.float64(new) - np.float64(old)
+        total += far * far
+    return total
+
+
+@summing
+def mix_two_apart(x: Reals, keep: Float, other: Reals, weight: Float, out: Reals) -> Float:
+    total = 0.0
+    for i in range(x.size):
+        old = x[i]
+        new = added(old, keep, other[i], weight)
+        out[i] = new
+        far = np.float64(new) - np.float64(old)
+        total += far * far
+    return total
+
+
+@compiled
+def add_term(sums: Reals, term: Reals, weight: Float, number: Int) -> None:
+    """Add a term; the first one replaces what is there, because 0 + -0 is not -0."""
+    if number == 0:
+        for i in range(sums.size):
+            sums[i] = weight * term[i]
+    else:
+        for i in range(sums.size):
+            sums[i] = sums[i] + weight * term[i]
+
+
+@summing
+def replace(x: Reals, new: Reals) -> Float:
+    total = 0.0
+    for i in range(x.size):
+        far = np.float64(new[i]) - np.float64(x[i])
+        x[i] = new[i]
+        total += far * far
+    return total
+
+
+@summing
+def distance(x: Reals, new: Reals) -> Float:
+    total = 0.0
+    for i in range(x.size):
+        far = np.float64(new[i]) - np.float64(x[i])
+        total += far * far
+    return total
+
+
+@compiled
+def copy(out: Reals, new: Reals) -> None:
+    for i in range(out.size):
+        out[i] = new[i]
+
+
+@compiled
+def load(row: Floats, halves: Halves, kind: Int) -> None:
+    if kind == BFLOAT16:
+        for i in range(row.size):
+            row[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16)).view(np.float32)
+    else:
+        for i in range(row.size):
+            row[i] = any_fp16_value(np.uint32(halves[i]))
+
+
+@compiled
+def store(halves: Halves, row: Floats, kind: Int) -> None:
+    bits = row.view(np.uint32)
+    if kind == BFLOAT16:
+        for i in range(row.size):
+            halves[i] = any_bf16_bits(bits[i])
+    else:
+        for i in range(row.size):
+            halves[i] = any_fp16_bits(bits[i])
+
+
+@compiled
+def any_bf16_bits(bits: Int) -> Int:
+    """Return the nearest bfloat16, ties to even; of a NaN, a NaN, which rounding could make a zero of."""
+    nearest = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(0x7FC0 if np.uint32(bits & _MAGNITUDE) > _INFINITY else nearest)
+
+
+@compiled
+def any_fp16_bits(bits: Int) -> Int:
+    """Return the nearest float16, ties to even, and NaN for NaN; without branches, so that it fits into vectors."""
+    magnitude = np.uint32(bits & _MAGNITUDE)
+    normal = np.uint32(magnitude + np.uint32(0x0FFF) + ((magnitude >> np.uint32(13)) & np.uint32(1)))
+    code = np.uint32(np.uint32(normal - np.uint32(0x38000000)) >> np.uint32(13))
+    # Below the smallest normal float16 its step is 2**-24, which is also the step of float32 at one half.
+    small = np.uint32(
+        np.float32(np.uint32(magnitude).view(np.float32) + _HALF_ONE).view(np.uint32) - np.uint32(0x3F000000)
+    )
+    code = small if magnitude < np.uint32(0x38800000) else code
+    code = np.uint32(0x7C00) if magnitude >= np.uint32(0x47800000) else code
+    code = np.uint32(0x7E00) if magnitude > _INFINITY else code
+    return np.uint16(code | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@compiled
+def any_fp16_value(half: Int) -> Float:
+    """Return the value of a float16, finite or not."""
+    shifted = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
+    finite = np.float32(np.uint32(shifted).view(np.float32) * _TWO_TO_112).view(np.uint32)
+    magnitude = np.uint32(shifted | _INFINITY) if shifted >= np.uint32(0x0F800000) else finite
+    return np.uint32(magnitude | np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16))).view(np.float32)

@@ -1,0 +1,7 @@
+"""Decentralized training: replicas that mix their parameters with few others, behind a whole iteration."""
+
+from flexdemo.decentralized.adam import DecentralizedAdam
+from flexdemo.decentralized.consensus import ConsensusControl
+from flexdemo.decentralized.optimizer import Decentralized
+
+__all__ = ["ConsensusControl", "Decentralized", "DecentralizedAdam"]

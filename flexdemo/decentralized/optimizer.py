@@ -1,0 +1,358 @@
+"""Any of torch's optimizers on nodes that mix their parameters with few others, behind a whole iteration."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flexcomm import InvalidArgumentError
+from flexcomm.gossip import base, complete
+from flexcomm.sync import BUCKET_BYTES
+from flexcomm.world import default_world
+from flexdemo.decentralized.clipping import clip_, squared_norm
+from flexdemo.decentralized.consensus import BEGINNING, ConsensusControl, Judge
+from flexdemo.decentralized.parts import MixTerms, Part, cut_into_parts
+from flexdemo.decentralized.saving import ReplicaMemory
+from flexdemo.inner import Inner
+from flexdemo.lots import plan_lots
+from flexdemo.parameters import check_parameter, local, names_of
+from flexdemo.readiness import Readiness
+from flexdemo.replicas import check_same_lots, equalise_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torch.nn import Parameter
+
+    from flexcomm import Compressor, World
+    from flexcomm.gossip import ScheduleLike
+    from flexdemo.checkpoint import OtherNodes
+    from flexdemo.lots import Lot
+    from flexdemo.parameters import Group
+
+__all__ = ["Decentralized", "Order", "Overlap"]
+
+Order = Literal["mix-then-step", "step-then-mix"]
+"""``W x - lr * d(x)``, which hides the exchange behind a whole iteration, or ``W (x - lr * d(x))``, which does not."""
+
+Overlap = Literal["step", "backward", "none"]
+"""When a bucket takes its step and leaves: in ``step()``, or in the backward pass as soon as its gradients are there;
+``none`` lets nothing go on behind the computation. All give the same bits."""
+
+
+class Decentralized(Optimizer):
+    """Torch's ``optimizer`` on every replica, whose parameters are mixed with those of a few other nodes at a time.
+
+    ``x <- W x - lr * d(x)`` (D-PSGD and decentralized Adam, arXiv 2410.11998): ``d`` is the optimizer's own step, on
+    the gradient at the unmixed ``x``, with moments that stay local; ``W`` are the weights of ``schedule``'s phase. Each
+    bucket of parameters leaves after its step, and is waited for one iteration later. Replicas begin with the bits of
+    node 0, and stay close, not equal: evaluate inside ``with optimizer.average():``. Groups and learning rates are
+    those of ``optimizer``; schedulers want this one. docs/decentralized.md says which schedule fits which cluster.
+
+    A replica is a rank, whose parameters are averaged with those of its node in every mix, or a node whose ranks share
+    one by FSDP2. ``compressor``, on graphs that do not change, sends changes only, ``gamma`` is the share of the way to
+    ``W x`` to go. ``max_norm`` clips the whole gradient. ``control`` mixes more while replicas are too far apart.
+    """
+
+    # torch's GradScaler leaves inf and scale to optimizers that say so. Were it to leave a step out, peers would wait.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedule: ScheduleLike | None = None,
+        *,
+        world: World | None = None,
+        order: Order = "mix-then-step",
+        overlap: Overlap = "step",
+        gamma: float | None = None,
+        compressor: Compressor | None = None,
+        max_norm: float | None = None,
+        control: ConsensusControl | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        _check_choices(order, overlap, max_norm)
+        self._world = default_world() if world is None else world
+        self._terms = MixTerms(schedule or base(self._world.topology.nodes), gamma, compressor)
+        self._everybody = MixTerms(complete(self._world.topology.nodes))
+        self._order, self._overlap, self._max_norm, self._bucket_bytes = order, overlap, max_norm, bucket_bytes
+        self._inner = optimizer
+        self._sharer = Inner([optimizer], [len(optimizer.param_groups)])
+        self._trained: list[Parameter] = []
+        self._lots: list[Lot] = []
+        self._parts: dict[Lot, list[Part]] = {}
+        self._readiness = Readiness(self._advance)
+        self._skips = False
+        self._is_ready = False
+        self._other_nodes: OtherNodes = "error"
+        super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **BEGINNING})
+        self._sharer.adopt(self)
+        self.defaults |= optimizer.defaults
+        self._judge = None if control is None else Judge(control, self._world, self.param_groups)
+        self._memory = ReplicaMemory(self._world)
+        self._is_ready = True
+        self._refresh()
+
+    @property
+    def schedule(self) -> ScheduleLike:
+        """Who mixes with whom."""
+        return self._terms.schedule
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds a step mixes: more than one only if ``control`` asks for it."""
+        return 1 if self._judge is None else self._judge.rounds
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Mix what is under way in, take the optimizer's step, and let the parameters leave again."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refresh()
+        self._prepare_gradients()
+        try:
+            self._readiness.check_unchanged()
+            self._readiness.launch_rest()
+        finally:
+            self._readiness.reset()
+            self._skips = False
+        self._finish_step()
+        return loss
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context for backward passes that only accumulate: with ``overlap="backward"``, nothing moves."""
+        return self._readiness.paused()
+
+    @contextmanager
+    def average(self) -> Iterator[None]:
+        """Hold the mean of all replicas in the parameters, on all ranks; afterwards they are what they were.
+
+        What is under way arrives before, and is mixed in by the next step, as if nothing had been.
+        """
+        kept = [(part, [x.clone() for x in part.tensors]) for part in self._all_parts()]
+        for part, _ in kept:
+            part.let_arrive()
+        try:
+            for part, _ in kept:
+                part.write(part.mean()[0])
+            yield
+        finally:
+            for part, values in kept:
+                part.write(values)
+
+    @torch.no_grad()
+    def average_(self) -> None:
+        """Let all replicas become their mean, for good: the end of training, or a new beginning. All ranks call it."""
+        self.restart()
+        for part in self._all_parts():
+            part.write(part.mean()[0])
+
+    def restart(self) -> None:
+        """Let what is under way arrive and be forgotten, so that parameters may be changed. All ranks call it.
+
+        The next step mixes what they are then.
+        """
+        for part in self._all_parts():
+            part.drop()
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """Return the root mean square, over replicas, of the distance to their mean. All ranks call it together."""
+        total = torch.zeros(1, dtype=torch.float64)
+        for part in self._all_parts():
+            part.let_arrive()
+            total += part.mean()[1].cpu() * (self._world.topology.local_size if part.shards else 1.0)
+        return math.sqrt(float(self._world.control.all_gather(total).wait().mean()))
+
+    def last_moved(self) -> float:
+        """Return how far the last mix moved this rank's parameters: an estimate of the distance that costs nothing."""
+        return math.sqrt(sum(float(part.moved) for part in self._all_parts() if part.moved is not None))
+
+    def _moved_of_replica(self) -> float:
+        """Return the square of that, of a whole replica: this rank's shards stand for those of its node."""
+        ranks = self._world.topology.local_size
+        moved = [(part, float(part.moved)) for part in self._all_parts() if part.moved is not None]
+        return sum(squared * (ranks if part.shards else 1) for part, squared in moved)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters, on all ranks alike; they become those of node 0."""
+        if self._is_ready:
+            first = self.param_groups[0]
+            for name, value in self._inner.defaults.items():
+                param_group.setdefault(name, value)
+            param_group.update(step=first["step"], mixes=first["mixes"])
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for param, name in zip(group["params"], names_of(self.param_groups)[-1], strict=True):
+            check_parameter(param, name, self._world.topology)
+            # Present before the first step: torch's checkpoints take that for granted.
+            self.state[param] = self.state.get(param, {})
+        equalise_(group["params"], self._world)
+        if self._is_ready:
+            self._refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's own format, in which everything has a node axis: replicas differ, also in parameters.
+
+        What is under way need not be saved: it follows from what the parameters are.
+        """
+        outlined = self._sharer.outline(self)
+        self.state.update(outlined)
+        saved = self._memory.added_to(super().state_dict(), self.param_groups, self._all_parts())
+        self.state.update({param: {} for param in outlined})
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
+        """Go on from a state, bit for bit; the parameters are part of it. All ranks call it together.
+
+        ``other_nodes`` says what to do if it is of another number of nodes; that is an error, if nothing is said.
+        """
+        self.restart()
+        self._readiness.reset()
+        self._refresh()
+        told = other_nodes or self._other_nodes
+        rest = self._memory.taken_from(state_dict, self.param_groups, self._all_parts(), told)
+        groups = self.param_groups
+        super().load_state_dict(rest)
+        groups[:] = self.param_groups
+        self.param_groups = groups
+
+    @contextmanager
+    def from_other_nodes(self, other_nodes: OtherNodes) -> Iterator[None]:
+        """Return a context in which ``load_state_dict`` does this by default: torch calls it without arguments."""
+        before, self._other_nodes = self._other_nodes, other_nodes
+        try:
+            yield
+        finally:
+            self._other_nodes = before
+
+    def _refresh(self) -> None:
+        """Plan buckets of parameters that joined, or want gradients only now. All ranks come here alike."""
+        wanted = [p for group in self.param_groups for p in group["params"] if p.requires_grad or p in self._known()]
+        if len(wanted) == len(self._trained):
+            return
+        new = set(wanted) - self._known()
+        self._trained = wanted
+        lots = plan_lots(self.param_groups, self._bucket_bytes, new.__contains__)
+        check_same_lots(lots, self._world)
+        self._lots += lots
+        self._parts |= {lot: cut_into_parts(lot, self._world, self._terms) for lot in lots}
+        self._memory.measure(part for lot in lots for part in self._parts[lot])
+        self._readiness.watch(self._lots, early=self._overlap == "backward")
+
+    def _known(self) -> set[Parameter]:
+        return {param for lot in self._lots for param in lot.params}
+
+    def _all_parts(self) -> list[Part]:
+        return [part for lot in self._lots for part in self._parts[lot]]
+
+    def _prepare_gradients(self) -> None:
+        """Unscale and clip, where asked for; find out whether this replica's step is left out."""
+        # Set by torch's GradScaler for the time of the step.
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None:
+            self._skips = self._anybody_skips(found_inf)
+        if scale is not None and self._overlap == "backward":
+            raise InvalidArgumentError(
+                "GradScaler unscales gradients after the backward pass, but overlap='backward' steps on them before: "
+                "use overlap='step', or bfloat16, which needs no scaler."
+            )
+        if scale is not None:
+            gradients = [local(p.grad) for lot in self._lots for p in lot.params if p.grad is not None]
+            torch._foreach_div_(gradients, scale)
+        if self._max_norm is not None:
+            clip_(self._lots, self._world, self._max_norm)
+
+    def _anybody_skips(self, found_inf: Tensor) -> bool:
+        """Return whether this rank, or one that has shards of the same replica, found infinity."""
+        if any(lot.averaged for lot in self._lots) and self._world.intra.size > 1:
+            found_inf = self._world.intra.all_reduce(found_inf.reshape(1).clone()).wait()
+        return bool(found_inf.item())
+
+    @torch.no_grad()
+    def _advance(self, lot: Lot) -> None:
+        """Take a bucket from one iteration to the next: mix in what came, step, leave."""
+        group = self.param_groups[lot.group]
+        mixed = 0
+        if self._order == "mix-then-step" and group["step"] > 0:
+            mixed = self._mix_in(lot, self._terms_of_last_launch())
+        if not self._skips:
+            self._step_inner(lot)
+        if self._order == "step-then-mix" or self._overlap != "none":
+            self._leave(lot, group["mixes"] + mixed, self._terms_of_next_launch())
+
+    def _leave(self, lot: Lot, number: int, terms: MixTerms) -> None:
+        """Start mix number ``number`` of a bucket, unless it is under way."""
+        for part in self._parts[lot]:
+            if not part.is_under_way:
+                part.start(number, terms)
+
+    def _mix_in(self, lot: Lot, terms: MixTerms) -> int:
+        """Finish the mix under way, and take more rounds if asked to; return how many there were.
+
+        Where nothing is under way, as after loading a state, it starts here: to the same end.
+        """
+        for number in range(self.rounds):
+            self._leave(lot, self.param_groups[lot.group]["mixes"] + number, self._terms if number else terms)
+            for part in self._parts[lot]:
+                part.finish()
+        return self.rounds
+
+    def _step_inner(self, lot: Lot) -> None:
+        """Let torch's optimizer step on the parameters of one bucket. On push-sum's numerators, hence the weight."""
+        group, weight = self.param_groups[lot.group], self._push_weight(lot)
+        lr = group["lr"] if weight == 1.0 else group["lr"] / weight
+        self._inner.param_groups, self._inner.state = [{**group, "params": list(lot.params), "lr": lr}], self.state
+        self._inner.step()
+
+    def _push_weight(self, lot: Lot) -> float:
+        push_sum = self._parts[lot][0].push_sum
+        return 1.0 if push_sum is None else push_sum.weight
+
+    def _finish_step(self) -> None:
+        """Count, and let all ranks decide how much the next steps mix."""
+        first = self.param_groups[0]
+        if self._order == "step-then-mix":
+            for lot in self._lots:
+                self._mix_in(lot, self._terms_of_next_launch())
+        mixes = self.rounds if self._order == "step-then-mix" or first["step"] > 0 else 0
+        for group in self.param_groups:
+            group["step"] += 1
+            group["mixes"] += mixes
+        if self._judge is not None:
+            self._judge.note_launch()
+            if self._judge.is_due(first["step"]):
+                squared = float(squared_norm(self._lots, self._world))
+                self._judge.hear(self._moved_of_replica(), squared, float(first["lr"]))
+
+    def _terms_of_next_launch(self) -> MixTerms:
+        return self._everybody if self._judge is not None and self._judge.mixes_all else self._terms
+
+    def _terms_of_last_launch(self) -> MixTerms:
+        return self._everybody if self._judge is not None and self._judge.launched_all else self._terms
+
+
+def _check_choices(order: str, overlap: str, max_norm: float | None) -> None:
+    choices = {"order": (order, Order), "overlap": (overlap, Overlap)}
+    wrong = [
+        f"{name} is {value!r}, but must be one of {', '.join(get_args(choice))}"
+        for name, (value, choice) in choices.items()
+        if value not in get_args(choice)
+    ]
+    if max_norm is not None and not max_norm > 0:
+        wrong.append(f"max_norm is {max_norm!r}, but must be above 0")
+    if max_norm is not None and overlap == "backward":
+        wrong.append(
+            "max_norm needs the whole gradient before the first bucket steps, but overlap='backward' lets buckets step "
+            "before it is there: use overlap='step', whose exchange hides behind the same iteration"
+        )
+    if wrong:
+        raise InvalidArgumentError(f"{'; '.join(wrong)}.")
