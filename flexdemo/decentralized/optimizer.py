@@ -204,7 +204,7 @@ class Decentralized(Optimizer):
 
         What is under way need not be saved: it follows from what the parameters are.
         """
-        outlined = self._sharer.outline(self)
+        outlined = self._outline()
         self.state.update(outlined)
         saved = self._memory.added_to(super().state_dict(), self.param_groups, self._all_parts())
         self.state.update({param: {} for param in outlined})
@@ -233,6 +233,16 @@ class Decentralized(Optimizer):
             yield
         finally:
             self._other_nodes = before
+
+    def _outline(self) -> dict[Tensor, dict[str, Any]]:
+        """Return states of a first step for parameters that have none yet. It moves them, and moves them back."""
+        parts = self._all_parts()
+        for part in parts:
+            part.let_arrive()
+        outlined = self._sharer.outline(self)
+        for part in parts:
+            part.accept_changes()
+        return outlined
 
     def _refresh(self) -> None:
         """Plan buckets of parameters that joined, or want gradients only now. All ranks come here alike."""

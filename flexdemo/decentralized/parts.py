@@ -121,7 +121,10 @@ class Part:
     def write(self, values: list[Tensor]) -> None:
         """Give the parameters these values."""
         torch._foreach_copy_(self._tensors, values)
-        # Ours, and not while anything reads them: no reason for anybody to complain.
+        self.accept_changes()
+
+    def accept_changes(self) -> None:
+        """Take parameters for unchanged since they left: what was done to them was undone, and nobody read them."""
         self._versions = [param._version for param in self.params]
 
     def _check_places(self) -> None:
@@ -139,9 +142,9 @@ class Part:
         ]
         if changed:
             raise InvalidArgumentError(
-                f"{', '.join(changed[:4])} changed while being mixed, so that nodes know other values than this one "
-                f"has. Change parameters inside `with optimizer.average():` never, after `optimizer.restart()` on all "
-                f"ranks, or use order='step-then-mix', where nothing is under way between steps."
+                f"{', '.join(changed[:4])} changed while being mixed: peers know other values than this rank has. "
+                f"Call optimizer.restart() on all ranks before you change parameters, or use order='step-then-mix', "
+                f"where nothing is under way between steps."
             )
 
 

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import flexcomm
-from tests.ranks import checkpoint_laws, hook_laws, optimizer_laws
+from tests.ranks import checkpoint_laws, decentralized_laws, hook_laws, optimizer_laws
 from tests.ranks.optimizer_laws import OPTIMIZERS, fifty_steps_are_demos, replicas_of
 from tests.ranks.shapes import Shape
 
@@ -34,6 +34,7 @@ LAWS: dict[str, Callable[[World], object]] = {
         )
     },
     **{name: law for name, law in replicas_of().items() if name.endswith((", sign", ", overlap", ", outer"))},
+    **decentralized_laws.LAWS,
     "states_go_on, sign": partial(checkpoint_laws.states_go_on, name=next(iter(OPTIMIZERS))),
 }
 

@@ -1,0 +1,442 @@
+"""The laws of decentralized training, over gloo and MPI, in worlds of every shape."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import flexcomm
+from flexcomm import InvalidArgumentError, gossip
+from flexdemo import (
+    AccumAdam,
+    ConsensusControl,
+    Decentralized,
+    DecentralizedAdam,
+    load_checkpoint,
+    save_checkpoint,
+)
+from flexdemo.parameters import local
+from tests.ranks import hook_laws
+from tests.ranks.mixing_laws import directed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch.optim import Optimizer
+
+    from flexcomm import World
+    from flexcomm.gossip import ScheduleLike
+
+LR, DECAY = 1e-2, 0.01
+BUCKET_BYTES = 3000
+BEFORE, AFTER = range(4), range(4, 8)
+Make = "Callable[[Iterable[nn.Parameter]], Optimizer]"
+
+
+class Net(nn.Module):
+    """In float64, so that a reference in another order of sums agrees; ``spare`` is used by odd ranks at odd steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.spare = nn.Parameter(torch.ones(5))
+        self.never = nn.Parameter(torch.full((4,), 2.0))
+        self.double()
+
+
+def loss_of(net: Net, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = (torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (20, 3))
+    loss: Tensor = (net.body(x) - y).square().mean()
+    return loss + (net.spare * (rank + 1)).square().sum() if rank % 2 and step % 2 else loss
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([local(param).reshape(-1).clone() for param in net.parameters()])
+
+
+def train(net: Net, optimizer: Optimizer, world: World, steps: range) -> Tensor:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(net, world.topology.rank, step).backward()
+        optimizer.step()
+    return flat(net)
+
+
+def adam(params: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(params, LR, weight_decay=DECAY)
+
+
+def made(net: Net, world: World, schedule: ScheduleLike | None = None, **options: Any) -> DecentralizedAdam:
+    options = {"bucket_bytes": BUCKET_BYTES, "weight_decay": DECAY, **options}
+    return DecentralizedAdam(net.named_parameters(), LR, schedule=schedule, world=world, **options)
+
+
+def over_ranks(world: World, schedule: ScheduleLike, number: int) -> Tensor:
+    inside = np.full((world.topology.local_size,) * 2, 1.0 / world.topology.local_size)
+    return torch.from_numpy(np.kron(schedule.phase(number).matrix(world.topology.nodes), inside))
+
+
+def mix_all(nets: list[Net], weights: Tensor) -> None:
+    with torch.no_grad():
+        for params in zip(*(net.parameters() for net in nets), strict=True):
+            mixed = torch.einsum("ij,j...->i...", weights, torch.stack([param.detach().clone() for param in params]))
+            for param, value in zip(params, mixed, strict=True):
+                param.copy_(value)
+
+
+def reference(
+    world: World,
+    schedule: ScheduleLike,
+    steps: int,
+    *,
+    make: Callable[[Iterable[nn.Parameter]], Optimizer] = adam,
+    step_then_mix: bool = False,
+    most_norm: float | None = None,
+) -> Tensor:
+    """D-PSGD by the book, all replicas in one process, in the order of nodes; return this rank's parameters."""
+    order = [rank for node in world.topology.members for rank in node]
+    nets = [Net() for _ in order]
+    optimizers = [make(net.parameters()) for net in nets]
+    for step in range(steps):
+        for rank, net, optimizer in zip(order, nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(net, rank, step).backward()
+            if most_norm is not None:
+                clip_grad_norm_(net.parameters(), most_norm)
+        if step and not step_then_mix:
+            mix_all(nets, over_ranks(world, schedule, step - 1))
+        for optimizer in optimizers:
+            optimizer.step()
+        if step_then_mix:
+            mix_all(nets, over_ranks(world, schedule, step))
+    return flat(nets[order.index(world.topology.rank)])
+
+
+def fifty_steps_are_those_of_a_reference(world: World) -> None:
+    nodes = world.topology.nodes
+    for schedule in (
+        gossip.complete(nodes),
+        gossip.ring(nodes),
+        gossip.base(nodes),
+        gossip.directed_exponential(nodes),
+    ):
+        got = train(net := Net(), made(net, world, schedule), world, range(50))
+        # Fused and unfused Adam, and sums of three weights, round differently; fifty steps amplify that.
+        torch.testing.assert_close(got, reference(world, schedule, 50), rtol=0, atol=1e-9)
+
+
+def stepping_before_mixing_is_the_other_reference(world: World) -> None:
+    schedule = gossip.base(world.topology.nodes)
+    got = train(net := Net(), made(net, world, schedule, order="step-then-mix"), world, range(30))
+    torch.testing.assert_close(got, reference(world, schedule, 30, step_then_mix=True), rtol=0, atol=1e-9)
+
+
+def overlap_gives_the_same_bits(world: World) -> None:
+    schedule = gossip.alternating_exponential_ring(world.topology.nodes)
+    for order in ("mix-then-step", "step-then-mix"):
+        kinds = [{"overlap": overlap} for overlap in ("step", "backward", "none")]
+        kinds += [{"bucket_bytes": 1 << 24}, {"bucket_bytes": 1}]
+        ends = [
+            train(net := Net(), made(net, world, schedule, order=order, **kind), world, range(12)) for kind in kinds
+        ]
+        assert all(torch.equal(end, ends[0]) for end in ends), order
+
+
+def any_optimizer_can_be_decentralized(world: World) -> None:
+    schedule = gossip.ring(world.topology.nodes)
+    makes: list[Callable[[Iterable[nn.Parameter]], Optimizer]] = [
+        lambda params: torch.optim.SGD(params, 0.05, momentum=0.9),
+        lambda params: AccumAdam(params, LR, window=4),
+        lambda params: torch.optim.RMSprop(params, 1e-3),
+    ]
+    for make in makes:
+        net = Net()
+        got = train(net, Decentralized(make(net.parameters()), schedule, world=world), world, range(11))
+        torch.testing.assert_close(got, reference(world, schedule, 11, make=make), rtol=0, atol=1e-9)
+
+
+def accumulation_is_accum_adam_on_every_replica(world: World) -> None:
+    schedule = gossip.base(world.topology.nodes)
+    got = train(net := Net(), made(net, world, schedule, accumulate=4), world, range(13))
+
+    def accumulated(params: Iterable[nn.Parameter]) -> Optimizer:
+        return AccumAdam(params, LR, weight_decay=DECAY, window=4)
+
+    torch.testing.assert_close(got, reference(world, schedule, 13, make=accumulated), rtol=0, atol=1e-9)
+
+
+def unused_parameters_are_neither_skipped_nor_lost(world: World) -> None:
+    """``spare`` has a gradient on odd ranks only, and every replica hears of it."""
+    schedule = gossip.complete(world.topology.nodes)
+    for overlap in ("step", "backward"):
+        train(net := Net(), made(net, world, schedule, overlap=overlap), world, range(6))
+        assert torch.equal(net.never.detach(), torch.full((4,), 2.0, dtype=torch.float64))
+        has_moved = bool((net.spare.detach() != 1.0).all())
+        assert has_moved == (world.topology.size > 1)
+
+
+def late_parameters_join(world: World) -> None:
+    """Frozen first, or added later: from then on they are mixed like all others, on every rank."""
+    net = Net()
+    net.body[0].weight.requires_grad_(False)
+    late = nn.Parameter(torch.ones(6, dtype=torch.float64) * (1 + world.topology.rank))
+    optimizer = made(net, world, gossip.complete(world.topology.nodes))
+    train(net, optimizer, world, range(3))
+    before = net.body[0].weight.detach().clone()
+    net.body[0].weight.requires_grad_(True)
+    optimizer.add_param_group({"params": [late], "param_names": ["late"]})
+    assert late.tolist() == [1.0] * 6
+    for step in range(3, 9):
+        optimizer.zero_grad()
+        loss = loss_of(net, world.topology.rank, step) + (world.topology.rank + 1) * late.square().sum()
+        loss.backward()
+        optimizer.step()
+    assert not torch.equal(net.body[0].weight.detach(), before)
+    optimizer.average_()
+    ends = torch.cat([flat(net), late.detach()])
+    assert all(torch.equal(ends, other) for other in world.control.all_gather(ends).wait())
+
+
+def clipping_sees_the_whole_gradient(world: World) -> None:
+    schedule = gossip.base(world.topology.nodes)
+    got = train(net := Net(), made(net, world, schedule, max_norm=0.05), world, range(10))
+    torch.testing.assert_close(got, reference(world, schedule, 10, most_norm=0.05), rtol=0, atol=1e-9)
+
+
+def averaging_leaves_no_trace(world: World) -> None:
+    schedule, size = gossip.base(world.topology.nodes), world.topology.size
+    undisturbed = train(net := Net(), made(net, world, schedule), world, range(8))
+    net = Net()
+    optimizer = made(net, world, schedule)
+    train(net, optimizer, world, range(5))
+    before = flat(net)
+    everybodys = world.control.all_gather(before).wait()
+    with optimizer.average():
+        inside = flat(net)
+    assert torch.equal(flat(net), before)
+    torch.testing.assert_close(inside, everybodys.mean(dim=0), rtol=0, atol=1e-12)
+    assert all(torch.equal(inside, other) for other in world.control.all_gather(inside).wait())
+    apart = (everybodys - everybodys.mean(dim=0)).square().sum(dim=1).mean().sqrt()
+    assert optimizer.consensus_distance() == pytest.approx(float(apart), rel=1e-9, abs=1e-12)
+    assert size == 1 or optimizer.consensus_distance() > 0
+    assert torch.equal(train(net, optimizer, world, range(5, 8)), undisturbed)
+
+
+def averaging_for_good_ends_what_is_under_way(world: World) -> None:
+    optimizer = made(net := Net(), world, gossip.base(world.topology.nodes))
+    mean = world.control.all_gather(train(net, optimizer, world, range(5))).wait().mean(dim=0)
+    optimizer.average_()
+    torch.testing.assert_close(flat(net), mean, rtol=0, atol=1e-12)
+    assert optimizer.consensus_distance() < 1e-12  # A mean of three equal numbers is rounded.
+    train(net, optimizer, world, range(5, 7))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "in the backward pass": {"overlap": "backward"},
+    "step first": {"order": "step-then-mix"},
+    "accumulated": {"accumulate": 4},
+    "compressed": {"schedule": gossip.complete, "compressor": flexcomm.top_k(0.25), "gamma": 0.3},
+    "directed": {"schedule": directed},
+    "rounds": {"control": ConsensusControl(bound=1e-6, every=3)},
+    "complete": {"control": ConsensusControl(bound=1e-6, action="complete", every=3)},
+}
+
+
+def made_of_kind(net: Net, world: World, kind: str) -> DecentralizedAdam:
+    options = dict(KINDS[kind])
+    make = options.pop("schedule", gossip.alternating_exponential_ring)
+    nodes = world.topology.nodes
+    schedule = make(nodes) if make is not directed or nodes > 2 else gossip.base(nodes)
+    return made(net, world, schedule, **options)
+
+
+def a_saved_run_goes_on_with_what_was_under_way(world: World, kind: str) -> None:
+    net, other = Net(), Net()
+    optimizer = made_of_kind(net, world, kind)
+    train(net, optimizer, world, BEFORE)
+    saved = copy.deepcopy(optimizer.state_dict())
+    ended = train(net, optimizer, world, AFTER)
+    resumed = made_of_kind(other, world, kind)
+    resumed.load_state_dict(saved)
+    assert torch.equal(train(other, resumed, world, AFTER), ended), kind
+
+
+def a_checkpoint_keeps_replicas_apart(world: World, kind: str) -> None:
+    """Torch's format takes tensors of one name on several ranks for copies; these are not."""
+    net, other = Net(), Net()
+    optimizer = made_of_kind(net, world, kind)
+    train(net, optimizer, world, BEFORE)
+    name = tempfile.mkdtemp() if world.topology.rank == 0 else ""
+    path = shared_text(world, name)
+    save_checkpoint(path, net, optimizer)
+    ended = train(net, optimizer, world, AFTER)
+    resumed = made_of_kind(other, world, kind)
+    load_checkpoint(path, other, resumed)
+    assert torch.equal(train(other, resumed, world, AFTER), ended), kind
+
+
+def shared_text(world: World, text: str) -> str:
+    """Return what rank 0 says."""
+    row = torch.zeros(256, dtype=torch.uint8)
+    row[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return bytes(world.control.broadcast(row).wait().tolist()).rstrip(b"\0").decode()
+
+
+def replicas_stay_close_under_control(world: World) -> None:
+    """Where nodes would drift apart, more rounds, or complete averaging, hold them together."""
+    nodes = world.topology.nodes
+    if nodes < 3:
+        return
+    distances = {}
+    for kind in ("rounds", "complete"):
+        control = ConsensusControl(bound=1e-6, action=kind, every=2, most_rounds=3)
+        optimizer = made(net := Net(), world, gossip.ring(nodes), control=control)
+        train(net, optimizer, world, range(12))
+        distances[kind] = optimizer.consensus_distance()
+        assert optimizer.rounds == (3 if kind == "rounds" else 1)
+    free = made(net := Net(), world, gossip.ring(nodes))
+    train(net, free, world, range(12))
+    assert max(distances.values()) < free.consensus_distance()
+    content = made(net := Net(), world, gossip.ring(nodes), control=ConsensusControl(bound=1e6, every=2))
+    train(net, content, world, range(12))
+    assert content.rounds == 1
+
+
+def a_change_under_way_is_refused(world: World) -> None:
+    optimizer = made(net := Net(), world, gossip.base(world.topology.nodes))
+    train(net, optimizer, world, range(2))
+    with torch.no_grad():
+        net.spare.mul_(0.5)
+    with pytest.raises(InvalidArgumentError, match=r"spare.*changed while being mixed.*restart"):
+        train(net, optimizer, world, range(2, 3))
+    optimizer.restart()
+    train(net, optimizer, world, range(2, 4))
+
+
+def a_replica_that_skips_a_step_is_still_mixed(world: World) -> None:
+    """One whose scaled gradients overflow leaves its step out, and peers do not wait for it in vain."""
+    net = Net()
+    optimizer = made(net, world, gossip.complete(world.topology.nodes))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(net, world.topology.rank, step))
+        loss.backward()
+        if step == 2 and world.topology.rank == 0:
+            net.spare.grad = torch.full_like(net.spare, float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.isfinite(flat(net)).all()
+    optimizer.average_()
+
+
+def what_cannot_be_is_refused(world: World) -> None:
+    net, nodes = Net(), world.topology.nodes
+    refused = {
+        "max_norm needs the whole gradient": {"max_norm": 1.0, "overlap": "backward"},
+        "order is 'mix'": {"order": "mix"},
+        "overlap is True": {"overlap": True},
+        "max_norm is 0": {"max_norm": 0.0},
+    }
+    for words, options in refused.items():
+        with pytest.raises(InvalidArgumentError, match=words):
+            made(net, world, gossip.base(nodes), **options)
+    with pytest.raises(InvalidArgumentError, match="bound is 0"):
+        ConsensusControl(bound=0)
+
+
+def node_reference(world: World, schedule: ScheduleLike, steps: int, most_norm: float | None) -> nn.Module:
+    """Replicas of nodes: each steps on the mean gradient of its ranks. Return this node's."""
+    models = [hook_laws.make_model() for _ in range(world.topology.nodes)]
+    optimizers = [adam(model.parameters()) for model in models]
+    for step in range(steps):
+        for model, optimizer, ranks in zip(models, optimizers, world.topology.members, strict=True):
+            optimizer.zero_grad()
+            for rank in ranks:
+                generator = torch.Generator().manual_seed(1000 * step + rank)
+                x = torch.randn(4, hook_laws.WIDTH, generator=generator)
+                (model(x).square().mean() / len(ranks)).backward()
+            if most_norm is not None:
+                clip_grad_norm_(model.parameters(), most_norm)
+        if step:
+            mix_all(models, torch.from_numpy(schedule.phase(step - 1).matrix(len(models))).float())
+        for optimizer in optimizers:
+            optimizer.step()
+    return models[world.topology.node]
+
+
+def sharded_models_are_replicas_of_nodes(world: World) -> None:
+    schedule = gossip.base(world.topology.nodes)
+    for most_norm in (None, 0.1):
+        model = hook_laws.sharded(world)
+        optimizer = DecentralizedAdam(
+            model.named_parameters(), LR, weight_decay=DECAY, schedule=schedule, world=world, max_norm=most_norm
+        )
+        hook_laws.train(model, optimizer, world, range(10))
+        want = node_reference(world, schedule, 10, most_norm)
+        for param, other in zip(model.parameters(), want.parameters(), strict=True):
+            # FSDP adds the ranks' gradients in another order, and Adam divides by small numbers.
+            torch.testing.assert_close(param.full_tensor(), other.detach(), rtol=0, atol=2e-4)
+
+
+def sharded_runs_go_on(world: World) -> None:
+    def make(model: nn.Module) -> DecentralizedAdam:
+        return DecentralizedAdam(
+            model.named_parameters(), LR, schedule=gossip.base(world.topology.nodes), world=world, accumulate=2
+        )
+
+    model = hook_laws.sharded(world)
+    optimizer = make(model)
+    hook_laws.train(model, optimizer, world, BEFORE)
+    with optimizer.average():
+        hook_laws.require_replicas(world, model, "averaged shards are the same on all nodes")
+    path = shared_text(world, tempfile.mkdtemp() if world.topology.rank == 0 else "")
+    save_checkpoint(path, model, optimizer)
+    hook_laws.train(model, optimizer, world, AFTER)
+    other = hook_laws.sharded(world, hook_laws.make_model(seed=3))
+    resumed = make(other)
+    load_checkpoint(path, other, resumed)
+    hook_laws.train(other, resumed, world, AFTER)
+    hook_laws.require_equal(model, other, "a sharded run goes on")
+
+
+LAWS: dict[str, Callable[[World], object]] = {
+    law.__name__: law
+    for law in (
+        fifty_steps_are_those_of_a_reference,
+        stepping_before_mixing_is_the_other_reference,
+        overlap_gives_the_same_bits,
+        any_optimizer_can_be_decentralized,
+        accumulation_is_accum_adam_on_every_replica,
+        unused_parameters_are_neither_skipped_nor_lost,
+        late_parameters_join,
+        clipping_sees_the_whole_gradient,
+        averaging_leaves_no_trace,
+        averaging_for_good_ends_what_is_under_way,
+        replicas_stay_close_under_control,
+        a_change_under_way_is_refused,
+        a_replica_that_skips_a_step_is_still_mixed,
+        what_cannot_be_is_refused,
+    )
+}
+LAWS |= {f"a run goes on, {kind}": partial(a_saved_run_goes_on_with_what_was_under_way, kind=kind) for kind in KINDS}
+TORCH_LAWS: dict[str, Callable[[World], object]] = {
+    "sharded_models_are_replicas_of_nodes": sharded_models_are_replicas_of_nodes,
+    "sharded_runs_go_on": sharded_runs_go_on,
+    **{
+        f"a checkpoint goes on, {kind}": partial(a_checkpoint_keeps_replicas_apart, kind=kind)
+        for kind in ("plain", "compressed", "directed", "complete")
+    },
+}
+"""Laws that need torch's own groups beside flexcomm's cables."""
