@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flexcomm import InvalidArgumentError
+from flexcomm import InvalidArgumentError, mix
 from flexcomm.gossip import base, complete
 from flexcomm.sync import BUCKET_BYTES
 from flexcomm.world import default_world
@@ -25,7 +25,7 @@ from flexdemo.readiness import Readiness
 from flexdemo.replicas import check_same_lots, equalise_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch.nn import Parameter
@@ -84,7 +84,7 @@ class Decentralized(Optimizer):
         self._order, self._overlap, self._max_norm, self._bucket_bytes = order, overlap, max_norm, bucket_bytes
         self._inner = optimizer
         self._sharer = Inner([optimizer], [len(optimizer.param_groups)])
-        self._trained: list[Parameter] = []
+        self._trained: set[Parameter] = set()
         self._lots: list[Lot] = []
         self._parts: dict[Lot, list[Part]] = {}
         self._readiness = Readiness(self._advance)
@@ -132,28 +132,38 @@ class Decentralized(Optimizer):
         return self._readiness.paused()
 
     @contextmanager
-    def average(self) -> Iterator[None]:
+    def average(self, buffers: Iterable[Tensor] = ()) -> Iterator[None]:
         """Hold the mean of all replicas in the parameters, on all ranks; afterwards they are what they were.
 
-        What is under way arrives before, and is mixed in by the next step, as if nothing had been.
+        What is under way arrives before, and is mixed in by the next step, as if nothing had been. ``buffers``, such as
+        ``model.buffers()``, are never mixed; those given here that hold floats are averaged for the time, too.
         """
+        floats = [x for x in buffers if x.is_floating_point()]
         kept = [(part, [x.clone() for x in part.tensors]) for part in self._all_parts()]
+        kept_floats = [x.clone() for x in floats]
         for part, _ in kept:
             part.let_arrive()
         try:
-            for part, _ in kept:
-                part.write(part.mean()[0])
+            self._write_means(floats)
             yield
         finally:
             for part, values in kept:
                 part.write(values)
+            for x, value in zip(floats, kept_floats, strict=True):
+                x.copy_(value)
+
+    @torch.no_grad()
+    def _write_means(self, floats: list[Tensor]) -> None:
+        for part in self._all_parts():
+            part.write(part.mean()[0])
+        for x in floats:
+            mix(x, self._everybody.schedule, 0, world=self._world, out=x)
 
     @torch.no_grad()
     def average_(self) -> None:
         """Let all replicas become their mean, for good: the end of training, or a new beginning. All ranks call it."""
         self.restart()
-        for part in self._all_parts():
-            part.write(part.mean()[0])
+        self._write_means([])
 
     def restart(self) -> None:
         """Let what is under way arrive and be forgotten, so that parameters may be changed. All ranks call it.
@@ -246,20 +256,17 @@ class Decentralized(Optimizer):
 
     def _refresh(self) -> None:
         """Plan buckets of parameters that joined, or want gradients only now. All ranks come here alike."""
-        wanted = [p for group in self.param_groups for p in group["params"] if p.requires_grad or p in self._known()]
-        if len(wanted) == len(self._trained):
+        params = (param for group in self.param_groups for param in group["params"])
+        new = {param for param in params if param.requires_grad and param not in self._trained}
+        if not new:
             return
-        new = set(wanted) - self._known()
-        self._trained = wanted
+        self._trained |= new
         lots = plan_lots(self.param_groups, self._bucket_bytes, new.__contains__)
         check_same_lots(lots, self._world)
         self._lots += lots
         self._parts |= {lot: cut_into_parts(lot, self._world, self._terms) for lot in lots}
         self._memory.measure(part for lot in lots for part in self._parts[lot])
         self._readiness.watch(self._lots, early=self._overlap == "backward")
-
-    def _known(self) -> set[Parameter]:
-        return {param for lot in self._lots for param in lot.params}
 
     def _all_parts(self) -> list[Part]:
         return [part for lot in self._lots for part in self._parts[lot]]

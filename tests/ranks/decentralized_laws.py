@@ -221,8 +221,12 @@ def averaging_leaves_no_trace(world: World) -> None:
     train(net, optimizer, world, range(5))
     before = flat(net)
     everybodys = world.control.all_gather(before).wait()
-    with optimizer.average():
+    buffers = [torch.tensor([float(world.topology.rank), 4.0]), torch.tensor(world.topology.rank)]
+    with optimizer.average(buffers):
         inside = flat(net)
+        assert buffers[0].tolist() == pytest.approx([(size - 1) / 2, 4.0])
+    assert buffers[0].tolist() == [world.topology.rank, 4.0]
+    assert buffers[1].item() == world.topology.rank
     assert torch.equal(flat(net), before)
     torch.testing.assert_close(inside, everybodys.mean(dim=0), rtol=0, atol=1e-12)
     assert all(torch.equal(inside, other) for other in world.control.all_gather(inside).wait())

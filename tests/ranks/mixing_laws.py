@@ -183,7 +183,7 @@ def push_sum_leads_to_the_mean_where_plain_mixing_would_not(world: World) -> Non
     assert not schedule.is_doubly_stochastic
     everybodys = inputs(world, 50)
     x, push_sum = everybodys[world.topology.rank].clone(), PushSum()
-    with pytest.raises(InvalidArgumentError, match="not doubly stochastic.*push_sum"):
+    with pytest.raises(InvalidArgumentError, match=r"not doubly stochastic.*push_sum"):
         flexcomm.mix(x, schedule, 0, world=world)
     for step in range(200):
         x = flexcomm.mix(x, schedule, step, world=world, push_sum=push_sum).tensors
