@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+
+# Some virtual machines announce AMX and do not have it: oneDNN then dies of an illegal instruction in the first product
+# of bfloat16 matrices. Read when that is first needed, here and in all processes that tests start.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def pytest_configure() -> None:
