@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from bench import cables, leftovers, netns, ratecheck
 from bench.cables import Traffic
-from bench.errors import UsageError
+from bench.errors import BenchError, UsageError
 from bench.launch import launch_command, supervised
 from bench.launchers import Launcher
 from bench.netns import Node, Space
@@ -94,6 +94,17 @@ class Cluster:
         """Run ``command`` as ranks on all nodes and return what it printed and what crossed the cables."""
         launch = launch_command(self.space, launcher, self.spec.ranks_per_node, command)
         return self._run_captured(launch.argv, {**launch.full_env(), **(env or {})}, timeout_s)
+
+    def run_to_end(self, command: Sequence[str], *, launcher: Launcher, timeout_s: float) -> Finished:
+        """Run ``command`` as ranks on all nodes; raise, with its last words, unless it ends well and in time."""
+        where = f"{launcher} on {self.spec.nodes} nodes"
+        try:
+            finished = self.run(command, launcher=launcher, timeout_s=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise BenchError(f"{where} did not end within {timeout_s:g} s.") from error
+        if finished.exit_code:
+            raise BenchError(f"{where} ended with {finished.exit_code}:\n{finished.stderr[-2000:]}")
+        return finished
 
     def run_attached(self, command: Sequence[str], *, launcher: Launcher) -> int:
         """Run ``command`` as ranks on all nodes, on our own terminal, and return its exit code."""

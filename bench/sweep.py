@@ -5,7 +5,6 @@ with the number of nodes as it should.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,11 +15,11 @@ from typing import Annotated
 import typer
 
 from bench.cluster import Cluster, ClusterSpec, open_cluster
-from bench.errors import BenchError, UsageError
 from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.launchers import Launcher, find_launcher, parse_launcher
 from bench.netns import check_available
 from bench.tables import print_table
+from bench.words import parse_counts, split_words
 
 _SHARES = {"link_share_100mbit": "100mbit", "link_share_1gbit": "1gbit"}
 _FIGURES = frozenset({*_SHARES, "growth_over_linear"})
@@ -96,10 +95,9 @@ def sweep(
 
     Needs root, as every emulated cluster does.
     """
-    chosen = [parse_launcher(word) for word in _words("--launchers", launchers)]
-    specs = [
-        ClusterSpec(_count(number), 1, rate) for rate in _words("--rates", rates) for number in _words("--nodes", nodes)
-    ]
+    chosen = [parse_launcher(word) for word in split_words("--launchers", launchers)]
+    counts = parse_counts("--nodes", nodes)
+    specs = [ClusterSpec(number, 1, rate) for rate in split_words("--rates", rates) for number in counts]
     exchange = Exchange(least, most, factor, compressor, algorithm, _QUICK_ITERATIONS if quick else iterations)
     check_available()
     for launcher in chosen:
@@ -114,34 +112,12 @@ def sweep(
     raise typer.Exit(conclude(make_report(rows, exchange), json_file=json_file, check=check))
 
 
-def _words(option: str, text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise UsageError(f"got {option} {text!r}, needed at least one word, with commas between.")
-    return words
-
-
-def _count(word: str) -> int:
-    if not word.isdecimal():
-        raise UsageError(f"got --nodes {word!r}, needed whole numbers, with commas between.")
-    return int(word)
-
-
 def run_exchange(cluster: Cluster, launcher: Launcher, exchange: Exchange) -> Iterator[Row]:
     """Yield what ``bench collectives`` finds on a cluster."""
     with TemporaryDirectory(prefix="flexcomm-sweep-") as folder:
         found = Path(folder) / "found.json"
         command = [sys.executable, "-m", "bench", "collectives", *exchange.arguments(), "--json", str(found)]
-        try:
-            finished = cluster.run(command, launcher=launcher, timeout_s=_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise BenchError(
-                f"{launcher} on {cluster.spec.nodes} nodes did not end within {_TIMEOUT_S:g} s."
-            ) from error
-        if finished.exit_code:
-            raise BenchError(
-                f"{launcher} on {cluster.spec.nodes} nodes ended with {finished.exit_code}:\n{finished.stderr[-2000:]}"
-            )
+        cluster.run_to_end(command, launcher=launcher, timeout_s=_TIMEOUT_S)
         lines = json.loads(found.read_text())["rows"]
     for line in lines:
         yield _row(line, cluster.spec, launcher)

@@ -1,4 +1,4 @@
-"""One run of ``bench train``, as every rank does it: steps, looked at from time to time.
+"""One run of a method, as every rank does it: steps, looked at from time to time.
 
 All ranks decide alike, from numbers that all of them hold, so none is left waiting when a method diverges.
 """
@@ -33,15 +33,17 @@ class Seen(NamedTuple):
     waiting_s: float
     codec_s: float
     sent_nbytes: float
+    compute_s: float
 
 
 @dataclass
 class Totals:
-    """What training took so far: steps, seconds of the slowest rank, bytes a node sent."""
+    """What training took so far: steps, seconds of the slowest rank, bytes a node sent, a mean rank's computation."""
 
     step: int = 0
     train_s: float = 0.0
     sent_nbytes: float = 0.0
+    compute_s: float = 0.0
 
 
 def train(trainee: Trainee, note: Callable[[Record], None]) -> None:
@@ -52,10 +54,7 @@ def train(trainee: Trainee, note: Callable[[Record], None]) -> None:
         _train_to_the_end(trainee, totals, note)
     except DivergedError as error:
         diverged = str(error)
-    equal = hold_same_bits(trainee.whole_parameters(), trainee.world)
-    tokens = totals.step * tokens_per_step(trainee)
-    elements = trainee.gradient_elements
-    note(Ending(totals.step, totals.train_s, tokens, totals.sent_nbytes, elements, equal, diverged))
+    note(_ending(trainee, totals, diverged))
 
 
 def _train_to_the_end(trainee: Trainee, totals: Totals, note: Callable[[Record], None]) -> None:
@@ -65,6 +64,7 @@ def _train_to_the_end(trainee: Trainee, totals: Totals, note: Callable[[Record],
         seen = train_between(trainee, begin, end)
         totals.step, totals.train_s = end, totals.train_s + seen.train_s
         totals.sent_nbytes += seen.sent_nbytes
+        totals.compute_s += seen.compute_s
         if settings.evaluates_at(end):
             note(_evaluate(trainee, totals))
         note(_interval(trainee, seen, begin, end))
@@ -74,17 +74,26 @@ def train_between(trainee: Trainee, begin: int, end: int) -> Seen:
     """Take the steps from ``begin`` to ``end``, and return what all ranks saw of them."""
     world = trainee.world
     world.control.barrier().wait()
-    before, begin_s = world.stats(), time.perf_counter()
+    before, compute_before_s, begin_s = world.stats(), trainee.compute_s, time.perf_counter()
     loss = torch.zeros((), device=world.device)
     try:
         for number in range(begin, end):
             loss += trainee.step(number)
     except (NonFiniteError, SyncError) as error:
+        if trainee.is_decentralized:
+            # Only nodes that were to hear of it raise. The others wait for them, and the end of the job ends that.
+            raise
         raise DivergedError(f"before step {end}: NaN, infinity or too large a number was to be sent") from error
     train_s, after = time.perf_counter() - begin_s, world.stats()
     took = {name: after[name] - before[name] for name in before}
-    codec_s = took["encode_s"] + took["decode_s"]
-    own = Seen(float(loss) / (end - begin), train_s, took["waiting_s"], codec_s, took["inter_sent_bytes"])
+    own = Seen(
+        loss=float(loss) / (end - begin),
+        train_s=train_s,
+        waiting_s=took["waiting_s"],
+        codec_s=took["encode_s"] + took["decode_s"],
+        sent_nbytes=took["inter_sent_bytes"],
+        compute_s=trainee.compute_s - compute_before_s,
+    )
     seen = over_all_ranks(own, world)
     if not math.isfinite(seen.loss):
         raise DivergedError(f"before step {end}: the training loss is {seen.loss}")
@@ -92,10 +101,11 @@ def train_between(trainee: Trainee, begin: int, end: int) -> Seen:
 
 
 def over_all_ranks(own: Seen, world: World) -> Seen:
-    """Return the mean loss, seconds of the slowest rank, and the bytes of a node: all its ranks, the mean of nodes."""
+    """Return the mean loss and computation, seconds of the slowest rank, and the bytes of a node: the mean of nodes."""
     rows = world.control.all_gather(torch.tensor(own, dtype=torch.float64)).wait()
     mean, slowest, total = (Seen(*row.tolist()) for row in (rows.mean(dim=0), rows.amax(dim=0), rows.sum(dim=0)))
-    return slowest._replace(loss=mean.loss, sent_nbytes=total.sent_nbytes / world.topology.nodes)
+    sent_nbytes = total.sent_nbytes / world.topology.nodes
+    return slowest._replace(loss=mean.loss, sent_nbytes=sent_nbytes, compute_s=mean.compute_s)
 
 
 def tokens_per_step(trainee: Trainee) -> int:
@@ -134,6 +144,24 @@ def _interval(trainee: Trainee, seen: Seen, begin: int, end: int) -> Interval:
         codec_s=seen.codec_s / steps,
         sent_nbytes=sent,
         fewer=dense / sent if sent else None,
+        compute_s=seen.compute_s / steps,
+    )
+
+
+def _ending(trainee: Trainee, totals: Totals, diverged: str) -> Ending:
+    with trainee.averaged():
+        equal = hold_same_bits(trainee.whole_parameters(), trainee.world)
+    return Ending(
+        steps=totals.step,
+        train_s=totals.train_s,
+        tokens=totals.step * tokens_per_step(trainee),
+        sent_nbytes=totals.sent_nbytes,
+        gradient_elements=trainee.gradient_elements,
+        replicas_equal=equal,
+        diverged=diverged,
+        compute_s=totals.compute_s,
+        # Of replicas that are no numbers any more, there is none.
+        consensus_distance=None if diverged else trainee.consensus_distance(),
     )
 
 

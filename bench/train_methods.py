@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from bench.errors import UsageError
 from bench.train_muon import Muon
+from bench.train_plan import Settings
 from flexcomm import Compressor, World, demo, dense, random_k, striding
 from flexdemo import Exchanged, FlexDeMo, FlexDeMoAdamW, Outer
 
@@ -20,15 +21,15 @@ BASELINE = "adamw"
 
 # torch types the values of its param_groups as Any.
 Groups: TypeAlias = list[dict[str, Any]]
-Builder: TypeAlias = Callable[[Groups, World, float, int], Optimizer]
-"""Takes parameter groups, the world, the highest learning rate, and how many steps there will be."""
+Builder: TypeAlias = Callable[[Groups, World, float, Settings], Optimizer]
+"""Takes parameter groups, the world, the highest learning rate, and what all runs have in common."""
 
-_BETAS = (0.9, 0.99)
-_WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.99)
+WEIGHT_DECAY = 0.1
+ADAMW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 _RATE = 1 / 32
 _LOCAL_STEPS = 5
 _THREE_BITS = dense(values="sign2")
-_ADAMW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 _SIGN_GRID = (5e-4, 1e-3, 2e-3, 4e-3)
 _MUON_GRID = (2e-3, 4e-3, 8e-3, 1.6e-2)
 _FEW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -39,7 +40,8 @@ class Method:
     """A way to train.
 
     ``small_dense`` sends what is not a matrix (norms, biases) in full, in three bits. Nodes hold the same model after
-    every ``meets_every``-th step.
+    every ``meets_every``-th step, unless their optimizer is decentralized. ``wrap`` puts the model into what averages
+    its gradients, if it is not the optimizer that does so.
     """
 
     name: str
@@ -48,15 +50,17 @@ class Method:
     grid: tuple[float, ...]
     small_dense: bool = False
     meets_every: int = 1
+    wrap: Callable[[nn.Module, World], nn.Module] | None = None
 
     @property
     def middle(self) -> float:
         """The learning rate of a method that was never swept."""
         return self.grid[len(self.grid) // 2]
 
-    def make(self, model: nn.Module, world: World, lr: float, steps: int) -> Optimizer:
-        """Return the optimizer of a model's parameters. All ranks make it together."""
-        return self.build(group_parameters(model, small_dense=self.small_dense), world, lr, steps)
+    def make(self, model: nn.Module, world: World, lr: float, settings: Settings) -> tuple[nn.Module, Optimizer]:
+        """Return what computes a loss, and the optimizer of its parameters. All ranks make them together."""
+        optimizer = self.build(group_parameters(model, small_dense=self.small_dense), world, lr, settings)
+        return model if self.wrap is None else self.wrap(model, world), optimizer
 
 
 def group_parameters(model: nn.Module, *, small_dense: bool) -> Groups:
@@ -70,15 +74,17 @@ def group_parameters(model: nn.Module, *, small_dense: bool) -> Groups:
 
 
 def _flexdemo(compressor: Compressor, **settings: Any) -> Builder:
-    def build(groups: Groups, world: World, lr: float, _steps: int) -> Optimizer:
-        return FlexDeMo(groups, lr, compressor=compressor, world=world, weight_decay=_WEIGHT_DECAY, **settings)
+    def build(groups: Groups, world: World, lr: float, _settings: Settings) -> Optimizer:
+        return FlexDeMo(groups, lr, compressor=compressor, world=world, weight_decay=WEIGHT_DECAY, **settings)
 
     return build
 
 
-def _adamw(compressor: Compressor, **settings: Any) -> Builder:
-    def build(groups: Groups, world: World, lr: float, _steps: int) -> Optimizer:
-        common = {"betas": _BETAS, "weight_decay": _WEIGHT_DECAY, "fused": True}
+def adamw(compressor: Compressor, **settings: Any) -> Builder:
+    """Return what builds AdamW on gradients, or steps, that nodes exchange by ``compressor``."""
+
+    def build(groups: Groups, world: World, lr: float, _settings: Settings) -> Optimizer:
+        common = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "fused": True}
         return FlexDeMoAdamW(groups, lr, compressor=compressor, world=world, **{**common, **settings})
 
     return build
@@ -87,13 +93,13 @@ def _adamw(compressor: Compressor, **settings: Any) -> Builder:
 def _muon(compressor: Compressor, **settings: Any) -> Builder:
     """Muon on the matrices of blocks, AdamW on embeddings, norms and biases, at one learning rate."""
 
-    def build(groups: Groups, world: World, lr: float, _steps: int) -> Optimizer:
+    def build(groups: Groups, world: World, lr: float, _settings: Settings) -> Optimizer:
         named = [pair for group in groups for pair in group["params"]]
         matrices = [(name, param) for name, param in named if param.dim() == 2 and name.startswith("blocks.")]
         rest = [(name, param) for name, param in named if not any(param is one for _, one in matrices)]
-        muon = Muon(matrices, lr, weight_decay=_WEIGHT_DECAY)
-        adamw = AdamW(rest, lr, _BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
-        return Exchanged([muon, adamw], compressor=compressor, world=world, **settings)
+        muon = Muon(matrices, lr, weight_decay=WEIGHT_DECAY)
+        others = AdamW(rest, lr, BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+        return Exchanged([muon, others], compressor=compressor, world=world, **settings)
 
     return build
 
@@ -102,7 +108,7 @@ def _muon(compressor: Compressor, **settings: Any) -> Builder:
 _ALONE = {"exchange_every": _LOCAL_STEPS, "nonfinite": "skip"}
 
 _TABLE = (
-    Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", _adamw(dense(torch.float32)), _ADAMW_GRID),
+    Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", adamw(dense(torch.float32)), ADAMW_GRID),
     Method("muon", "Muon on the mean gradient, sent as fp32", _muon(dense(torch.float32)), _MUON_GRID),
     Method("flexdemo-k8", "FlexDeMo, demo(k=8)", _flexdemo(demo(8)), _SIGN_GRID),
     Method("flexdemo-k32", "FlexDeMo, demo(k=32)", _flexdemo(demo(32)), _SIGN_GRID),
@@ -114,21 +120,21 @@ _TABLE = (
         _SIGN_GRID,
         small_dense=True,
     ),
-    Method("flexdemo-adamw", "FlexDeMoAdamW, demo(k=96)", _adamw(demo(96)), _ADAMW_GRID),
+    Method("flexdemo-adamw", "FlexDeMoAdamW, demo(k=96)", adamw(demo(96)), ADAMW_GRID),
     Method("random", "FlexDeMo, random_k(1/32)", _flexdemo(random_k(_RATE)), _FEW_GRID),
     Method("striding", "FlexDeMo, striding(1/32)", _flexdemo(striding(_RATE)), _FEW_GRID),
     Method(
         "local",
         f"FlexDeMoAdamW, {_LOCAL_STEPS} steps alone, then the mean in three bits",
-        _adamw(_THREE_BITS, **_ALONE),
-        _ADAMW_GRID,
+        adamw(_THREE_BITS, **_ALONE),
+        ADAMW_GRID,
         meets_every=_LOCAL_STEPS,
     ),
     Method(
         "local-outer",
         f"the same, moved by Outer() along the mean: DiLoCo with {_LOCAL_STEPS} steps",
-        _adamw(_THREE_BITS, outer=Outer(), **_ALONE),
-        _ADAMW_GRID,
+        adamw(_THREE_BITS, outer=Outer(), **_ALONE),
+        ADAMW_GRID,
         meets_every=_LOCAL_STEPS,
     ),
     Method(
@@ -149,12 +155,12 @@ METHODS: Mapping[str, Method] = {method.name: method for method in _TABLE}
 """What ``--methods`` takes."""
 
 
-def parse_methods(text: str) -> tuple[str, ...]:
+def parse_methods(text: str, methods: Mapping[str, Method] = METHODS) -> tuple[str, ...]:
     """Return the names asked for, in the table's order."""
-    wanted = list(METHODS) if text == "all" else _words(text)
-    if not wanted or set(wanted) - set(METHODS):
-        raise UsageError(f"got --methods {text!r}, needed all, or some of {', '.join(METHODS)}, with commas between.")
-    return tuple(name for name in METHODS if name in wanted)
+    wanted = list(methods) if text == "all" else _words(text)
+    if not wanted or set(wanted) - set(methods):
+        raise UsageError(f"got --methods {text!r}, needed all, or some of {', '.join(methods)}, with commas between.")
+    return tuple(name for name in methods if name in wanted)
 
 
 def _words(text: str) -> list[str]:

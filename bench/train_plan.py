@@ -1,4 +1,4 @@
-"""What ``bench train`` is asked to do, as values that travel to the ranks in a file."""
+"""What a command that trains is asked to do, as values that travel to the ranks in a file."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,7 +9,11 @@ _FILE = "plan.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs have in common. Every rank takes ``windows`` windows for a step."""
+    """What all runs have in common. Every rank takes ``windows`` windows for a step.
+
+    The rest is for ``bench decentralized``: optimizers that accumulate do so over ``accumulate`` steps; a step's
+    forward and backward pass last ``compute_ms`` at least, and ``straggler_percent`` longer on one node in every step.
+    """
 
     size: str
     steps: int
@@ -22,6 +26,9 @@ class Settings:
     ranks_per_node: int
     launcher: str
     rate: str | None
+    accumulate: int = 4
+    compute_ms: float = 0.0
+    straggler_percent: float = 0.0
 
     @property
     def ranks(self) -> int:

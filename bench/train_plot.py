@@ -1,4 +1,4 @@
-"""The plot of ``bench train``: validation loss over steps, over bytes sent, and over seconds."""
+"""The plot of a command that trains: validation loss over steps, over bytes sent, and over seconds."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ def can_draw() -> bool:
     return True
 
 
-def draw_plot(summaries: Sequence[Summary], title: str, file: Path) -> None:
+def draw_plot(summaries: Sequence[Summary], title: str, file: Path, baseline: str = BASELINE) -> None:
     """Draw the mean over seeds of every method that did not diverge; methods keep their colours in all panels."""
     # Not pyplot: that looks for a display, and keeps every figure it made.
     from matplotlib.figure import Figure
@@ -34,7 +34,8 @@ def draw_plot(summaries: Sequence[Summary], title: str, file: Path) -> None:
         for number, one in enumerate(summary for summary in summaries if summary.curve):
             # Where nothing was sent yet, there is no place on a logarithmic axis.
             points = [point for point in one.curve if of(point) > 0 or axes is not panels[_BYTES_PANEL]]
-            axes.plot([of(point) for point in points], [point.loss for point in points], **_style(one.method, number))
+            style = _style(number, one.method, is_baseline=one.method == baseline)
+            axes.plot([of(point) for point in points], [point.loss for point in points], **style)
         axes.set_xlabel(label)
         axes.grid(visible=True, alpha=0.3)
     panels[_BYTES_PANEL].set_xscale("log")
@@ -45,8 +46,8 @@ def draw_plot(summaries: Sequence[Summary], title: str, file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _style(method: str, number: int) -> dict[str, str | float]:
+def _style(number: int, method: str, *, is_baseline: bool) -> dict[str, str | float]:
     mark = "osD^vPX*<>"[number % 10]
-    if method == BASELINE:
+    if is_baseline:
         return {"label": method, "color": "black", "linestyle": "--", "marker": mark, "markersize": 4.0}
     return {"label": method, "color": f"C{(number - 1) % 10}", "marker": mark, "markersize": 4.0}

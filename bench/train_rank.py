@@ -1,4 +1,4 @@
-"""What every rank of ``bench train`` does: all runs of a plan, one after the other, in the same processes.
+"""What every rank of a command that trains does: all runs of a plan, one after the other, in the same processes.
 
 ``python -m bench.train_rank FOLDER``, under a launcher; the plan lies in the folder, and rank 0 writes records there.
 """
@@ -31,11 +31,16 @@ def run_plan(plan: Plan, folder: Path, world: World) -> None:
 
 
 def warm_up(plan: Plan, corpus: Corpus, world: World) -> None:
-    """Take a step with every method, so that no run's seconds hold what only the first one needs."""
+    """Take a step with every method, so that no run's seconds hold what only the first one needs.
+
+    What the step left under way between nodes arrives before the first run begins.
+    """
     for method in dict.fromkeys(run.method for run in plan.runs):
         # Of a learning rate at which nothing can diverge.
         run = replace(plan.runs[0], method=method, lr=1e-6)
-        make_trainee(run, plan.settings, corpus, world).step(0)
+        trainee = make_trainee(run, plan.settings, corpus, world)
+        trainee.step(0)
+        trainee.evaluate()
 
 
 @contextmanager

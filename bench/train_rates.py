@@ -1,16 +1,17 @@
-"""Learning rates of ``bench train``: what a sweep found for every method, written down with how it was found."""
+"""Learning rates: what a sweep found for every method, written down with how it was found."""
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.train_methods import METHODS
+from bench.train_lineup import LINEUP
 from bench.train_plan import Settings
 
 RATES_FILE = Path(__file__).with_name("train_rates.json")
+_DEFAULTS = {one.name: one.default for one in fields(Settings) if one.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def load_rates(file: Path = RATES_FILE) -> dict[str, dict[str, Swept]]:
         return {size: {name: _parse(entry) for name, entry in entries.items()} for size, entries in said.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
-            f"{file.name} is not what a sweep writes ({error!r}): remove it, and run `python -m bench train --sweep`."
+            f"{file.name} is not what a sweep writes ({error!r}): remove it, and sweep again, with --sweep."
         ) from error
 
 
@@ -71,11 +72,16 @@ def save_sweep(
     today = datetime.now(UTC).date().isoformat()
     for name, losses in found.items():
         before = entries.get(name)
-        known = before.losses if before is not None and before.settings == asdict(settings) else {}
+        known = before.losses if before is not None and _are_those(before.settings, settings) else {}
         entries[name] = Swept(dict(sorted({**known, **losses}.items())), asdict(settings), today)
     said = {size: {name: asdict(swept) for name, swept in methods.items()} for size, methods in rates.items()}
     file.write_text(json.dumps(said, indent=2) + "\n")
     return {name: entries[name] for name in found}
+
+
+def _are_those(said: Mapping[str, object], settings: Settings) -> bool:
+    """Return whether a sweep was made with these settings; one that is silent on some had the defaults of those."""
+    return {**_DEFAULTS, **said} == asdict(settings)
 
 
 def choose_rates(size: str, methods: Iterable[str], told: float | None, file: Path = RATES_FILE) -> dict[str, Choice]:
@@ -88,5 +94,5 @@ def choose_rates(size: str, methods: Iterable[str], told: float | None, file: Pa
 
 def _choose(name: str, swept: Swept | None) -> Choice:
     if swept is None or swept.best is None:
-        return Choice(METHODS[name].middle, "the middle of its grid: not swept")
+        return Choice(LINEUP[name].middle, "the middle of its grid: not swept")
     return Choice(swept.best, f"swept {swept.date}")

@@ -29,6 +29,7 @@ class Interval:
 
     ``waiting_s`` is how long the optimizer was blocked by cables, ``codec_s`` how long it encoded and decoded;
     ``sent_nbytes`` is what a node sent to others. ``fewer`` is how many times less than an fp32 all-reduce that is.
+    ``compute_s`` is what forward and backward passes took on a mean rank, without waiting for cables.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Interval:
     codec_s: float
     sent_nbytes: float
     fewer: float | None
+    compute_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Ending:
-    """What a run came to. ``diverged`` says why it ended early; empty, if it did not."""
+    """What a run came to. ``diverged`` says why it ended early; empty, if it did not.
+
+    Replicas that may differ are compared by their mean, as every rank finds it; ``consensus_distance`` is how far they
+    are from it, None if they do not differ. ``compute_s`` is that of all steps, on a mean rank.
+    """
 
     steps: int
     train_s: float
@@ -62,6 +68,8 @@ class Ending:
     gradient_elements: int
     replicas_equal: bool
     diverged: str = ""
+    compute_s: float = 0.0
+    consensus_distance: float | None = None
 
 
 Record: TypeAlias = Start | Interval | Evaluation | Ending

@@ -1,4 +1,4 @@
-"""Where the ranks of ``bench train`` run: as nodes of this host, or on an emulated cluster if a rate is given."""
+"""Where the ranks of a command that trains run: as nodes of this host, or on an emulated cluster if a rate is given."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def _check_not_a_rank() -> None:
     launcher = read_launcher(os.environ).launcher
     if launcher != "none":
         raise UsageError(
-            f"this process is a rank that {launcher} started, but `bench train` starts ranks itself: run it without a "
+            f"this process is a rank that {launcher} started, but this command starts ranks itself: run it without a "
             f"launcher, or, on real nodes, let the launcher run `python -m bench.train_rank DIR` with the plan.json of "
             f"another run in DIR."
         )

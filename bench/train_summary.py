@@ -1,4 +1,4 @@
-"""What the runs of ``bench train`` came to, by method: over seeds, beside the baseline, and how soon."""
+"""What runs came to, by method: over seeds, beside the baseline, and how soon."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ class Summary:
     sent_nbytes: float
     gradient_elements: int
     replicas_equal: bool
+    compute_s: float = 0.0
+    consensus_distance: float | None = None
 
     @property
     def loss(self) -> float | None:
@@ -59,6 +61,7 @@ def _summarise(method: str, lr: float, seeds: Sequence[History]) -> Summary:
     endings = [history.ending for history in seeds if history.ending is not None]
     good = [history for history in seeds if history.ending is not None and not history.ending.diverged]
     steps, train_s = sum(ending.steps for ending in endings), sum(ending.train_s for ending in endings)
+    distances = [ending.consensus_distance for ending in endings if ending.consensus_distance is not None]
     return Summary(
         method=method,
         lr=lr,
@@ -71,6 +74,8 @@ def _summarise(method: str, lr: float, seeds: Sequence[History]) -> Summary:
         sent_nbytes=sum(ending.sent_nbytes for ending in endings) / max(1, steps),
         gradient_elements=max(ending.gradient_elements for ending in endings),
         replicas_equal=all(ending.replicas_equal for ending in endings if not ending.diverged),
+        compute_s=sum(ending.compute_s for ending in endings) / max(1, steps),
+        consensus_distance=mean(distances) if distances else None,
     )
 
 
@@ -103,9 +108,9 @@ def seconds_to(curve: Sequence[Point], loss: float) -> float | None:
     return None
 
 
-def find_baseline(summaries: Iterable[Summary]) -> Summary | None:
+def find_baseline(summaries: Iterable[Summary], name: str = BASELINE) -> Summary | None:
     """Return the baseline, if it was trained and did not diverge."""
-    return next((one for one in summaries if one.method == BASELINE and one.curve), None)
+    return next((one for one in summaries if one.method == name and one.curve), None)
 
 
 def columns_for(common: float | None) -> tuple[str, ...]:
@@ -120,19 +125,26 @@ def format_rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
 
 
 def _format_row(one: Summary, baseline: Summary | None, common: float | None) -> tuple[str, ...]:
-    base_loss = baseline.loss if baseline is not None else None
     seconds = seconds_to(one.curve, common) if common is not None else None
+    return (
+        *format_losses(one, baseline),
+        f"{one.sent_nbytes / 1e6:.4g}",
+        f"{baseline.sent_nbytes / one.sent_nbytes:.1f}x" if baseline is not None and one.sent_nbytes else "-",
+        f"{one.step_s:.3f}",
+        f"{one.tokens_per_s:,.0f}",
+        "-" if seconds is None else f"{seconds:.1f}",
+    )
+
+
+def format_losses(one: Summary, baseline: Summary | None) -> tuple[str, ...]:
+    """Return the first five cells: method, learning rate, loss, its spread, and the loss beside the baseline's."""
+    base_loss = baseline.loss if baseline is not None else None
     return (
         one.method,
         f"{one.lr:g}",
         _format_loss(one),
         f"{one.spread:.4f}" if len(one.losses) > 1 else "-",
         f"{one.loss / base_loss:.3f}" if one.loss is not None and base_loss else "-",
-        f"{one.sent_nbytes / 1e6:.4g}",
-        f"{baseline.sent_nbytes / one.sent_nbytes:.1f}x" if baseline is not None and one.sent_nbytes else "-",
-        f"{one.step_s:.3f}",
-        f"{one.tokens_per_s:,.0f}",
-        "-" if seconds is None else f"{seconds:.1f}",
     )
 
 

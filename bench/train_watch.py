@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import Protocol
 
 from bench.tables import is_terminal
-from bench.train_methods import METHODS
+from bench.train_lineup import LINEUP
 from bench.train_plan import Plan, Run
 from bench.train_records import Ending, Evaluation, Interval, Record, Start, file_of, read_records
 
@@ -117,7 +117,7 @@ class Lines:
 
 
 def _format_start(start: Start) -> list[str]:
-    summary = METHODS[start.method].summary if start.method in METHODS else ""
+    summary = LINEUP[start.method].summary if start.method in LINEUP else ""
     held = f"{start.parameters:,} parameters, {start.parameters_per_rank:,} on a rank"
     return ["", f"{start.method}, lr {start.lr:g}, seed {start.seed}: {summary}; {held}", _HEADER]
 
@@ -138,7 +138,7 @@ def _format_interval(seen: Interval, validation: str) -> str:
 def _format_ending(ending: Ending) -> list[str]:
     if ending.diverged:
         return [f"diverged {ending.diverged}"]
-    return [] if ending.replicas_equal else ["the replicas DIFFER: nodes do not hold the same bits"]
+    return [] if ending.replicas_equal else ["the replicas DIFFER: nodes do not hold the same bits, or the same mean"]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from bench.__main__ import main
 from bench.errors import UsageError
-from bench.train import check_settings, describe, plan_runs, plan_sweep
+from bench.train_conduct import check_settings, describe, plan_runs, plan_sweep
 from bench.train_corpus import draw_batch, is_validation, list_sources, load_corpus, spread_windows
 from bench.train_loop import allreduce_nbytes
 from bench.train_methods import BASELINE, METHODS, group_parameters, parse_methods
