@@ -38,8 +38,16 @@ SUBCOMMANDS = (
     Subcommand(
         "optimizer", "bench.optimizer", "optimizer", "What a step of FlexDeMo costs, beside AdamW and detonation."
     ),
+    Subcommand("mixing", "bench.mixing", "mixing", "What mixing costs a processor, beside decent-dp."),
     Subcommand("train", "bench.train", "train", "Train a small GPT by several methods, beside AdamW."),
+    Subcommand(
+        "decentralized",
+        "bench.decentralized",
+        "decentralized",
+        "Train a small GPT by decentralized Adam, beside All-Reduce.",
+    ),
     Subcommand("sweep", "bench.sweep", "sweep", "`collectives` on emulated clusters of several sizes and rates."),
+    Subcommand("runtime", "bench.runtime", "runtime", "Iteration times, predicted and measured on emulated clusters."),
     Subcommand("report", "bench.report", "report", "Measure what docs/benchmarks.md shows, and write it there."),
     Subcommand("codec", "bench.codec", "codec", "Speed, bits, memory and error of compression."),
     Subcommand("startup", "bench.startup", "startup", "What importing the library costs."),

@@ -435,6 +435,14 @@ LAWS: dict[str, Callable[[World], object]] = {
     )
 }
 LAWS |= {f"a run goes on, {kind}": partial(a_saved_run_goes_on_with_what_was_under_way, kind=kind) for kind in KINDS}
+CORE = (
+    "fifty_steps_are_those_of_a_reference",
+    "overlap_gives_the_same_bits",
+    "unused_parameters_are_neither_skipped_nor_lost",
+    "averaging_leaves_no_trace",
+    "a run goes on, plain",
+)
+"""Laws that every shape and every kind of cable is held to."""
 TORCH_LAWS: dict[str, Callable[[World], object]] = {
     "sharded_models_are_replicas_of_nodes": sharded_models_are_replicas_of_nodes,
     "sharded_runs_go_on": sharded_runs_go_on,
