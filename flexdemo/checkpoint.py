@@ -8,7 +8,7 @@ row at its own place.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,28 @@ from torch.distributed.tensor import DTensor, Shard
 from flexcomm import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
 
     from flexcomm import World
     from flexdemo.resharding import Whole
 
-__all__ = ["NodeAxis", "OtherNodes", "Rows", "is_stacked"]
+__all__ = ["HasNodeAxis", "NodeAxis", "OtherNodes", "Rows", "is_stacked"]
 
 _AXES = ("node", "local_rank")
 
 OtherNodes = Literal["error", "mean", "reset"]
 """What to do with state of another number of nodes: refuse it, give every node the mean of all, or begin at zero."""
+
+
+@runtime_checkable
+class HasNodeAxis(Protocol):
+    """An optimizer whose state has a node axis, and can be taken over by another number of nodes."""
+
+    def from_other_nodes(self, other_nodes: OtherNodes) -> AbstractContextManager[None]:
+        """Return a context in which ``load_state_dict`` does this by default: torch calls it without arguments."""
+        ...
 
 
 class Rows(NamedTuple):

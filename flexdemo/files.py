@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint import is_stacked
-from flexdemo.training import NodeOptimizer
+from flexdemo.checkpoint import HasNodeAxis, is_stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -68,7 +67,7 @@ def load_checkpoint(
     _check_residuals(saved, state)
     load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
-    if isinstance(optimizer, NodeOptimizer):
+    if isinstance(optimizer, HasNodeAxis):
         with optimizer.from_other_nodes(other_nodes):
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexcomm import InvalidArgumentError
 from flexdemo.checkpoint import NodeAxis
-from flexdemo.node_state import stacked_state, take_state_
+from flexdemo.node_state import check_sizes, required, stacked_state, take_state_
 from flexdemo.parameters import local, wrapped_like
 from flexdemo.replicas import check_same_lots
 from flexdemo.slots import find_slots, load_states, longest_on_node
@@ -115,9 +115,9 @@ class NodeMemory:
             # Frozen when it was saved: it begins anew.
             return
         if slots:
-            self._axis.check_owner(_required(saved, OWNER))
+            self._axis.check_owner(required(saved, OWNER))
         for key, slot in slots.items():
-            slot.take(_required(saved, key), self._axis, key, other_nodes, states)
+            slot.take(required(saved, key), self._axis, key, other_nodes, states)
 
     def _take_places(
         self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
@@ -125,35 +125,21 @@ class NodeMemory:
         steps = self._local_steps
         if steps is None or param not in steps.anchors or not saved:
             return []
-        here, anchor = local(param), local(_required(saved, ANCHOR))
+        here, anchor = local(param), local(required(saved, ANCHOR))
         # Nodes that begin anew stand where all were together last.
-        stood = _required(saved, HERE)
+        stood = required(saved, HERE)
         stands = anchor if other_nodes == "reset" and not self._axis.is_own(stood) else None
         if stands is None:
             stands = self._axis.taken(stood, here.shape, HERE, other_nodes)
         places = [(here, stands), (steps.anchors[param], anchor)]
         if param in steps.velocities:
-            places.append((steps.velocities[param], local(_required(saved, VELOCITY))))
+            places.append((steps.velocities[param], local(required(saved, VELOCITY))))
         take_state_(self._axis, saved, param, other_nodes)
         return [partial(to.copy_, value) for to, value in places]
 
 
-def _required(saved: dict[str, Any], key: str) -> Tensor:
-    if key not in saved:
-        raise InvalidArgumentError(
-            f"the state to be loaded has no {key}, but {', '.join(map(str, saved)) or 'nothing'}: it was saved by "
-            f"another optimizer, or by one with another exchange_every or outer."
-        )
-    value: Tensor = saved.pop(key)
-    return value
-
-
 def _check_groups(saved: list[dict[str, Any]], groups: list[Group]) -> None:
-    sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
-    if sizes[0] != sizes[1]:
-        raise InvalidArgumentError(
-            f"the state to be loaded has groups of {sizes[0]} parameters, but this optimizer has {sizes[1]}."
-        )
+    check_sizes(saved, groups)
     for number, (packed, group) in enumerate(zip(saved, groups, strict=True)):
         if packed.get("compressor") != repr(group["compressor"]):
             raise InvalidArgumentError(

@@ -42,13 +42,17 @@ class Readiness:
         """Count these lots' gradients from now on; without ``early``, wait for :meth:`launch_rest`."""
         for hook in self._hooks:
             hook.remove()
-        self._lots = lots
+        known, self._lots = self._lots, list(lots)
         self._lot_of = {param: number for number, lot in enumerate(lots) for param in lot.params}
         # A flat parameter of FSDP1 holds the whole unit's gradient when its hooks run.
         watched = [param for param in self._lot_of if early and not isinstance(param, FlatParameter)]
         note = WeakMethod(self._note)
         self._hooks = [param.register_post_accumulate_grad_hook(partial(_note_if_alive, note)) for param in watched]  # type: ignore[no-untyped-call]
-        self.reset()
+        if self._lots[: len(known)] == known:
+            # Lots joined, perhaps in the middle of an iteration: what was launched stays launched.
+            self._missing += [len(lot.params) for lot in self._lots[len(known) :]]
+        else:
+            self.reset()
 
     def reset(self) -> None:
         """Begin to count anew."""
@@ -65,6 +69,11 @@ class Readiness:
         finally:
             self._paused = before
 
+    @property
+    def has_launched(self) -> bool:
+        """Whether some lots of this iteration are on their way, and others may not be."""
+        return self._launched > 0
+
     def launch_rest(self) -> None:
         """Launch what was not, whether or not its gradients are there."""
         while self._launched < len(self._lots):
@@ -77,8 +86,9 @@ class Readiness:
                 continue
             if param.grad is None or _stamp(param.grad) != version:
                 raise InvalidArgumentError(
-                    "a gradient was changed after its exchange had begun. With overlap=True gradients leave during "
-                    "backward(): use overlap=False to clip or unscale them, and no_sync() to accumulate them."
+                    "a gradient was changed after its exchange had begun. With overlap=True, or 'backward', gradients "
+                    "leave during backward(): use overlap=False, or 'step', to clip or unscale them, and no_sync() to "
+                    "accumulate them."
                 )
 
     def _note(self, param: Tensor) -> None:
@@ -87,7 +97,7 @@ class Readiness:
         if param in self._versions:
             raise InvalidArgumentError(
                 "backward() ran twice before step(), and gradients are on their way since the first. Accumulate in "
-                "`with optimizer.no_sync():` and leave it for the last backward(), or use overlap=False."
+                "`with optimizer.no_sync():` and leave it for the last backward(), or use overlap=False, or 'step'."
             )
         self._versions[param] = _stamp(param.grad)
         self._missing[self._lot_of[param]] -= 1

@@ -45,6 +45,7 @@ class Carrier:
         self._is_free = all("mpi" not in cable.name or threads_are_free() for cable in (world.intra, world.inter))
         self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._broken: TransportError | None = None
+        self._closed = False
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, name="flexcomm-mixing", daemon=True)
         self._thread.start()
@@ -57,6 +58,8 @@ class Carrier:
 
         Where this MPI serves one thread at a time, the caller waits for it here.
         """
+        if self._closed:
+            raise TransportError("mixing on a world that is closed. Connect again, or close it later.")
         future: Future[T] = Future()
         ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         self._waiting.put((future, lambda: self._take(trip, ready)))
@@ -94,6 +97,7 @@ class Carrier:
 
     def _finish(self) -> None:
         atexit.unregister(self._stop)
+        self._closed = True
         self._waiting.put(None)
         self._thread.join()
 
@@ -102,12 +106,16 @@ class Carrier:
         self._thread.join(timeout=_END_S)
 
 
-_carriers: WeakKeyDictionary[World, Carrier] = WeakKeyDictionary()
+_carriers: WeakKeyDictionary[World, dict[str, Carrier]] = WeakKeyDictionary()
 
 
-def carrier_of(world: World) -> Carrier:
-    """Return the carrier of a world; all ranks ask for it together the first time, because it lays cables."""
-    carrier = _carriers.get(world)
-    if carrier is None:
-        carrier = _carriers[world] = Carrier(world)
-    return carrier
+def carrier_of(world: World, lane: str) -> Carrier:
+    """Return the carrier of a lane; all ranks ask for it together the first time, because it lays cables.
+
+    Trips of one lane are taken in the order of their calls, so ranks must make those in the same order; those of
+    different lanes have nothing to do with each other.
+    """
+    carriers = _carriers.setdefault(world, {})
+    if lane not in carriers:
+        carriers[lane] = Carrier(world)
+    return carriers[lane]

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flexcomm.bucket import Incoming, Outgoing, decode_payloads_, regions_of
+from flexcomm.compress import TensorSpec
 from flexcomm.errors import CompressorError, InvalidArgumentError, NonFiniteError
 from flexcomm.gossip.letters import swap
 from flexcomm.gossip.trip import Joined, Trip
 from flexcomm.kernels import Momentum, Selection, ValueCode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MixMemory", "choose_gamma", "cross_compressed", "spelled_out"]
 
-_COARSE = (ValueCode.SIGN, ValueCode.SIGN2)
 _MOST_COARSE = 0.9
+_LARGE = {False: (1 << 22,), True: (1 << 11, 1 << 11)}
+"""Tensors on which a compressor shows the share it sends, flat or not."""
 
 
 class _Slot(NamedTuple):
@@ -53,6 +55,20 @@ class MixMemory:
     def __init__(self) -> None:
         self._slot: _Slot | None = None
         self._next: _Slot | None = None
+        self._in_use = False
+
+    def claim(self) -> None:
+        """Take it into use until :meth:`release`: two rounds at once would each forget what the other sent."""
+        if self._in_use:
+            raise InvalidArgumentError(
+                "this memory is in use by a mix under way: wait for its handle first, and use one memory for each set "
+                "of tensors."
+            )
+        self._in_use = True
+
+    def release(self) -> None:
+        """Give it free again."""
+        self._in_use = False
 
     def begin(self, x: Tensor, heard_weight: float = 1.0) -> None:
         """Take note that all nodes hold ``x``, flat; ``heard_weight`` is the sum of a node's weights."""
@@ -87,42 +103,49 @@ class MixMemory:
         self._next = None
 
 
-def choose_gamma(compressor: Compressor, plan: BucketPlan, asked: float | None) -> float:
-    """Return the share of the way to go: what was asked for, if it can converge, else what is safe.
+def choose_gamma(compressor: Compressor, dims: Iterable[int], asked: float | None) -> float:
+    """Return the share of the way to go for tensors of so many dims: what was asked for, or what is safe.
 
-    What drops coefficients, or all but their signs, is biased. With a large ``gamma`` nodes follow what they have not
-    heard yet, further with every round: all coefficients that are drawn wait for their turn, so ``gamma`` may be no
-    more than the share sent, and twice that where the largest go first. Measured on 8 nodes, rings and complete graphs:
-    docs/decentralized.md.
+    What drops coefficients is biased: with a large ``gamma`` nodes follow what they have not heard yet, further with
+    every round. Coefficients that are drawn wait for their turn, so ``gamma`` may be no more than the share sent, and
+    twice that where the largest go first (measured: docs/decentralized.md). It follows from the compressor alone, so
+    that ranks whose shards have other lengths go as far.
     """
-    if any(one.exact for one in plan.plans):
-        raise CompressorError(
-            f"{compressor} sends payloads of any length, but letters are of one length: give threshold a capacity, or "
-            f"use top_k."
-        )
-    share = min((_share_of(one) for one in plan.plans), default=1.0)
-    most = min((_most_of(one) for one in plan.plans), default=1.0)
-    if asked is None:
-        return min(share, most)
-    if asked > most:
+    plans = [compressor.plan(TensorSpec("any", _LARGE[dim > 1], torch.float32)) for dim in dims]
+    _check_kept(compressor, plans)
+    share = min((_share_of(one) for one in plans), default=1.0)
+    most = min((_most_of(one) for one in plans), default=1.0)
+    if asked is not None and asked > most:
         raise InvalidArgumentError(
             f"gamma={asked:g} diverges with {compressor}, which sends a share of {share:.3g} and drops the rest: pass "
             f"at most gamma={most:.3g}, leave it out, or send everything, as dense(values='int8') does."
         )
-    return asked
+    return min(share, most) if asked is None else asked
+
+
+def _check_kept(compressor: Compressor, plans: list[TensorPlan]) -> None:
+    if any(one.exact for one in plans):
+        raise CompressorError(
+            f"{compressor} sends payloads of any length, but letters are of one length: give threshold a capacity, or "
+            f"use top_k."
+        )
+    if any(one.values is ValueCode.SIGN for one in plans):
+        raise CompressorError(
+            f"{compressor} sends one magnitude for a chunk: what nodes differ in gathers in few elements, and mixing "
+            f"diverges on some graphs after hundreds of rounds. Use values='sign2' or 'int8'."
+        )
 
 
 def _share_of(plan: TensorPlan) -> float:
     """Return the share of a tensor's coefficients that is sent."""
-    return min(1.0, plan.entries / max(1, plan.chunks * plan.chunk_numel))
+    return min(1.0, plan.entries / (plan.chunks * plan.chunk_numel))
 
 
 def _most_of(plan: TensorPlan) -> float:
     """Return the largest step size that is known to converge."""
-    if plan.selection is Selection.EVERYTHING:
-        return _MOST_COARSE if plan.values in _COARSE else 1.0
-    drawn = plan.selection in (Selection.SHUFFLED, Selection.STRIDED)
-    return min(_share_of(plan) * (1.0 if drawn else 2.0), _MOST_COARSE)
+    share, drawn = _share_of(plan), plan.selection in (Selection.SHUFFLED, Selection.STRIDED)
+    most = 1.0 if share == 1.0 else share * (1.0 if drawn else 2.0)
+    return min(most, _MOST_COARSE if plan.values is ValueCode.SIGN2 or share < 1.0 else 1.0)
 
 
 def spelled_out(turn: Turn, node: int) -> Turn:
@@ -142,7 +165,7 @@ def cross_compressed(trip: Trip, plan: BucketPlan, memory: MixMemory, x: Tensor)
     torch.sub(x if own == 1.0 else x * own, known.public, out=change)
     payload = _encoded(trip, plan, change)
     rooms = [trip.rooms.get(f"payload {number}", plan.nbytes, torch.uint8) for number in range(len(turn.hears))]
-    trip.count(len(turn.sends_to), plan.nbytes, len(rooms) * plan.nbytes)
+    trip.count(len(turn.sends_to), len(rooms), plan.nbytes)
     sent = [(peer, payload) for peer in turn.sends_to]
     heard = swap(trip.inter, trip.line, sent, list(zip(turn.hears, rooms, strict=True)))
     with trip.record.time("decode"):
@@ -154,7 +177,8 @@ def cross_compressed(trip: Trip, plan: BucketPlan, memory: MixMemory, x: Tensor)
             after.heard.add_(change, alpha=weight)
         torch.sub(after.heard, after.public, out=change)
     push_weight = trip.push_weight(turn.keep, turn.weights, heard.weights)
-    return Joined(own / push_weight, [change.to(x.dtype)], [trip.gamma / push_weight], push_weight)
+    step = trip.rooms.get("step", x.numel(), x.dtype).copy_(change)
+    return Joined(own / push_weight, [step], [trip.gamma / push_weight], push_weight)
 
 
 def _encoded(trip: Trip, plan: BucketPlan, change: Tensor) -> Tensor:

@@ -67,13 +67,15 @@ class Heard(NamedTuple):
 def swap(
     inter: Transport, line: Line, sent: Sequence[tuple[int, Tensor]], heard: Sequence[tuple[int, Tensor]]
 ) -> Heard:
-    """Send a letter to each of some nodes, and return when one has come from each of others, into the tensors given."""
-    bodies = [body for _, body in heard]
+    """Send a letter to each of some nodes, and return when one has come from each of others, into the tensors given.
+
+    Lines go first: a body of another length than expected would end the process, not raise.
+    """
     device = next((body.device for _, body in (*sent, *heard)), torch.device("cpu"))
     mine = line.written(device)
     lines = [torch.empty_like(mine) for _ in heard]
-    sends = [(peer, part) for peer, body in sent for part in (mine, body)]
-    receives = [(peer, part) for (peer, body), first in zip(heard, lines, strict=True) for part in (first, body)]
-    inter.exchange(sends, receives).wait()
-    weights = [line.check(first.tolist(), peer) for (peer, _), first in zip(heard, lines, strict=True)]
-    return Heard(bodies, weights)
+    senders = [peer for peer, _ in heard]
+    inter.exchange([(peer, mine) for peer, _ in sent], list(zip(senders, lines, strict=True))).wait()
+    weights = [line.check(first.tolist(), peer) for peer, first in zip(senders, lines, strict=True)]
+    inter.exchange(sent, heard).wait()
+    return Heard([body for _, body in heard], weights)

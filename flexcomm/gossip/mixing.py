@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flexcomm.gossip.schedule import ScheduleLike
     from flexcomm.gossip.turn import Turn
 
-__all__ = ["MixHandle", "MixOptions", "Mixed", "mix", "start_mix"]
+__all__ = ["MixHandle", "MixOptions", "Mixed", "mix", "plan_mix", "start_mix"]
 
 _MOST_KINDS = 256
 _MOST_SPARE = 4
@@ -61,6 +61,8 @@ class MixOptions(TypedDict, total=False):
     """What is sent of the tensors' changes, on a graph that does not change; needs ``memory``."""
     memory: MixMemory | None
     """What compressed mixing remembers of these tensors."""
+    lane: str
+    """Mixes of one lane start in the same order on all ranks; those of several need not agree on an order."""
     out: Tensor | Sequence[Tensor] | None
     """Where the mixed tensors go, instead of new ones; may be the tensors themselves."""
 
@@ -78,6 +80,14 @@ def mix(tensors: T, schedule: ScheduleLike, step: int, **options: Unpack[MixOpti
     All ranks call it with equal shapes, steps and options. Nothing is changed by a call that raises.
     """
     return start_mix(tensors, schedule, step, **options).wait()
+
+
+def plan_mix(tensors: list[Tensor], schedule: ScheduleLike, **options: Unpack[MixOptions]) -> None:
+    """Agree on a mix, and lay its cables, without sending anything: later ones need no agreement. All ranks call it.
+
+    For those who start mixes where ranks may come in another order, such as the hooks of a backward pass.
+    """
+    _kind_for(_world_of(options), tensors, schedule, options)
 
 
 def start_mix(tensors: T, schedule: ScheduleLike, step: int, **options: Unpack[MixOptions]) -> MixHandle[T]:
@@ -107,6 +117,10 @@ class MixHandle(Generic[T]):
         """Return when all has arrived, and the tensors are no longer read; they change when it is waited for."""
         self._call.arrive()
 
+    def drop(self) -> None:
+        """Let it arrive, and do nothing with what came: tensors, memory and weight stay what they are."""
+        self._call.drop()
+
     def done(self) -> bool:
         """Return whether all has arrived: then ``wait`` has only the mixing to do."""
         return self._call.has_arrived()
@@ -125,6 +139,7 @@ class _Kind:
     dtype: torch.dtype
     device: torch.device
     inside: bool
+    lane: str
     gamma: float
     digest: int
     kernels: Kernels
@@ -155,6 +170,8 @@ class _Call:
         self.record = SyncRecord(syncs=1, dense_bytes=kind.numel * kind.dtype.itemsize)
         self._world, self._kind, self._outputs, self._step = world, kind, outputs, step
         self._push_sum, self._memory = options.get("push_sum"), options.get("memory")
+        if self._memory is not None:
+            self._memory.claim()
         self._rooms = kind.take_rooms()
         self._flat = _flat_of(tensors, self._rooms, kind)
         self._arriving: Future[Joined] | None = None
@@ -163,7 +180,7 @@ class _Call:
             self._depart(turn_of(schedule.phase(step), world.topology.node))
 
     def _depart(self, turn: Turn) -> None:
-        carrier, kind = carrier_of(self._world), self._kind
+        carrier, kind = carrier_of(self._world, self._kind.lane), self._kind
         # Also by nodes that have nobody to meet now: all count the same calls.
         carrier.sequence += 1
         if turn.is_idle and not kind.inside:
@@ -193,22 +210,35 @@ class _Call:
         """Return what came; where nothing travels, that all stays as it is."""
         if self._arriving is None:
             return Joined(1.0, [], [], 1.0)
-        with self.record.time("waiting"):
-            return self._arriving.result()
+        try:
+            with self.record.time("waiting"):
+                came = self._arriving.result()
+        except BaseException:
+            self._release()
+            raise
+        carrier_of(self._world, self._kind.lane).settle()
+        return came
+
+    def drop(self) -> None:
+        self.arrive()
+        self._release()
 
     def finish(self) -> Tensor:
         """Mix what came with what is here, once, and return the squared distance."""
         if self._moved is None:
             self._moved = self._mix()
+            self._release()
             self._world.enter(self.record, step=self._step)
             self._kind.give_back(self._rooms)
         return self._moved
 
+    def _release(self) -> None:
+        if self._memory is not None:
+            self._memory.release()
+
     def _mix(self) -> Tensor:
         came = self.arrive()
         with torch.no_grad():
-            if self._arriving is not None:
-                carrier_of(self._world).settle()
             out = _flat_output(self._outputs, self._rooms, self._kind)
             moved = self._kind.kernels.mix_(self._flat, came.keep, came.others, came.weights, out)
             _hand_over(out, self._outputs)
@@ -234,7 +264,7 @@ def _world_of(options: MixOptions) -> World:
 
 def _kind_for(world: World, tensors: list[Tensor], schedule: ScheduleLike, options: MixOptions) -> _Kind:
     """Return what calls like this one have in common; the first of them makes it, once all ranks agree on it."""
-    settings = (options.get("gamma"), options.get("compressor"), options.get("sharded", False))
+    settings = (options.get("gamma"), options.get("compressor"), options.get("sharded", False), options.get("lane", ""))
     given = options.get("push_sum") is not None, options.get("memory") is not None
     key = (tuple([(x.shape, x.dtype, x.device) for x in tensors]), schedule.digest, settings, given)
     kinds = _kinds.setdefault(world, {})
@@ -254,10 +284,10 @@ def _make_kind(world: World, tensors: list[Tensor], schedule: ScheduleLike, opti
     inside = world.intra.size > 1 and not sharded
     numel = sum(x.numel() for x in tensors)
     plan = _plan_for(tensors, -(-numel // world.intra.size) if inside else None, compressor)
-    if plan is not None and compressor is not None:
-        gamma = choose_gamma(compressor, plan, gamma)
-        _check_memory(schedule, options.get("memory"))
-    gamma = 1.0 if gamma is None else gamma
+    _check_memory(schedule, compressor, options.get("memory"))
+    if compressor is not None:
+        gamma = choose_gamma(compressor, {1} if inside else {x.dim() for x in tensors}, gamma)
+    gamma, lane = 1.0 if gamma is None else gamma, options.get("lane", "")
     fields = {
         "tensors to be mixed": [(list(x.shape), str(x.dtype)) for x in tensors],
         "schedule": schedule.digest,
@@ -265,15 +295,16 @@ def _make_kind(world: World, tensors: list[Tensor], schedule: ScheduleLike, opti
         "compressor": compressor,
         "push-sum": options.get("push_sum") is not None,
         "sharded": sharded,
+        "lane": lane,
     }
     # Ranks of a node may hold shards of unequal lengths.
     (world.agree_between if sharded else world.agree)(fields)
     if world.topology.size > 1:
-        carrier_of(world)
+        carrier_of(world, lane)
     digest = int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little", signed=True)
     device = tensors[0].device if tensors else world.device
     dtype = tensors[0].dtype if tensors else torch.float32
-    return _Kind(numel, dtype, device, inside, gamma, digest, choose_kernels(device), plan)
+    return _Kind(numel, dtype, device, inside, lane, gamma, digest, choose_kernels(device), plan)
 
 
 def _check_tensors(tensors: list[Tensor]) -> None:
@@ -302,7 +333,11 @@ def _check_schedule(schedule: ScheduleLike, world: World, *, pushes: bool) -> No
         )
 
 
-def _check_memory(schedule: ScheduleLike, memory: MixMemory | None) -> None:
+def _check_memory(schedule: ScheduleLike, compressor: Compressor | None, memory: MixMemory | None) -> None:
+    if compressor is None and memory is None:
+        return
+    if compressor is None:
+        raise InvalidArgumentError("memory is for compressed mixing: pass compressor=, too, or leave it out.")
     if memory is None:
         raise InvalidArgumentError(
             "compressed mixing without a memory diverges: pass memory=flexcomm.MixMemory(), one for each set of "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flexcomm.errors import FlexcommError, SyncError, TransportError
 from flexcomm.gossip.letters import LINE_NBYTES, Line, swap
 from flexcomm.routes import sum_dtype
 
@@ -71,7 +72,7 @@ class Trip:
         if turn.group:
             return self._add_up(x)
         rooms = [self.rooms.get(f"from {number}", x.numel(), x.dtype) for number in range(len(turn.hears))]
-        self.count(len(turn.sends_to), x.nbytes, len(rooms) * x.nbytes)
+        self.count(len(turn.sends_to), len(rooms), x.nbytes)
         sent = [(peer, x) for peer in turn.sends_to]
         heard = swap(self.inter, self.line, sent, list(zip(turn.hears, rooms, strict=True)))
         shares = [weight * push for weight, push in zip(turn.weights, heard.weights, strict=True)]
@@ -85,11 +86,10 @@ class Trip:
         heard = keep * own + sum(weight * push for weight, push in zip(weights, theirs, strict=True))
         return (1.0 - self.gamma) * own + self.gamma * heard
 
-    def count(self, letters: int, nbytes: int, received_nbytes: int) -> None:
-        """Take note of so many letters of ``nbytes`` sent, and of what was received."""
-        lines = letters * LINE_NBYTES
-        self.record.count("inter", letters * nbytes + lines, received_nbytes + lines)
-        self.record.payload_bytes += letters * nbytes
+    def count(self, sent: int, heard: int, nbytes: int) -> None:
+        """Take note of so many letters of ``nbytes``."""
+        self.record.count("inter", sent * (nbytes + LINE_NBYTES), heard * (nbytes + LINE_NBYTES))
+        self.record.payload_bytes += sent * nbytes
 
     def _add_up(self, x: Tensor) -> Joined:
         """Add up a group's tensors: each node the part that is its own, which it then gives to all."""
@@ -98,7 +98,7 @@ class Trip:
         parts = dict(zip(group, torch.tensor_split(x, len(group)), strict=True))
         own = parts[self.inter.rank]
         rooms = {peer: self.rooms.get(f"part of {peer}", own.numel(), x.dtype) for peer in others}
-        self.count(len(others), own.nbytes, len(others) * own.nbytes)
+        self.count(len(others), len(others), own.nbytes)
         sent = [(peer, parts[peer]) for peer in others]
         heard = swap(self.inter, self.line, sent, [(peer, rooms[peer]) for peer in others])
         pushed = dict(zip(others, heard.weights, strict=True)) | {self.inter.rank: self.line.weight}
@@ -108,7 +108,7 @@ class Trip:
         total = self.rooms.get("total", x.numel(), x.dtype)
         sums = dict(zip(group, torch.tensor_split(total, len(group)), strict=True))
         self.kernels.mix_(first, shares[0], rest, shares[1:], sums[group[mine]])
-        self.count(len(others), own.nbytes, len(others) * own.nbytes)
+        self.count(len(others), len(others), own.nbytes)
         self.inter.exchange(
             [(peer, sums[group[mine]]) for peer in others], [(peer, sums[peer]) for peer in others]
         ).wait()
@@ -120,18 +120,36 @@ class Trip:
 
 
 def mixed_inside(trip: Trip, cross: Callable[[Tensor], Joined], intra: Transport, x: Tensor) -> Joined:
-    """Average ``x`` inside the node, ``cross`` with one part of it, and return what all ranks of the node then have."""
+    """Average ``x`` inside the node, ``cross`` with one part of it, and return what all ranks of the node then have.
+
+    If one of them cannot cross, all raise: they would wait for its part.
+    """
     numel, dtype = -(-x.numel() // intra.size), sum_dtype(x.dtype)
     rows = trip.rooms.get("rows", intra.size * numel, dtype)
     rows[: x.numel()] = x
-    part = trip.rooms.get("part", numel, dtype)
-    others = (intra.size - 1) * part.nbytes
-    trip.record.count("intra", others, others)
-    intra.reduce_scatter(rows.view(intra.size, numel), part).wait()
-    part.mul_(1.0 / intra.size)
-    came = cross(part)
+    summed = trip.rooms.get("sum", numel, dtype)
+    trip.record.count("intra", (intra.size - 1) * summed.nbytes, (intra.size - 1) * summed.nbytes)
+    intra.reduce_scatter(rows.view(intra.size, numel), summed).wait()
+    part = trip.rooms.get("part", numel, x.dtype).copy_(summed.mul_(1.0 / intra.size))
+    came = _crossed_by_all(cross, intra, part)
     trip.kernels.mix_(part, came.keep, came.others, came.weights, part)
     whole = trip.rooms.get("whole", intra.size * numel, x.dtype)
-    trip.record.count("intra", others, others)
-    intra.all_gather(part.to(x.dtype), whole.view(intra.size, numel)).wait()
+    trip.record.count("intra", (intra.size - 1) * part.nbytes, (intra.size - 1) * part.nbytes)
+    intra.all_gather(part, whole.view(intra.size, numel)).wait()
     return Joined(0.0, [whole[: x.numel()]], [1.0], came.push_weight)
+
+
+def _crossed_by_all(cross: Callable[[Tensor], Joined], intra: Transport, part: Tensor) -> Joined:
+    came, failure = None, None
+    try:
+        came = cross(part)
+    except TransportError:
+        raise
+    except FlexcommError as error:
+        failure = error
+    failed = intra.all_reduce(torch.tensor([float(came is None)], device=part.device)).wait()
+    if failure is not None:
+        raise failure
+    if came is None or failed.item():
+        raise SyncError("another rank of this node could not mix its part, and nothing was changed; it says why.")
+    return came

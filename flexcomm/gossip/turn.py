@@ -43,10 +43,8 @@ def turn_of(phase: Phase, node: int) -> Turn:
     """Return what ``node`` does in ``phase``."""
     group = phase.group_of(node)
     if group is not None and len(group.members) > 1:
-        size = len(group.members)
-        own = 1.0 / size if group.self_weight is None else group.self_weight
-        peers = own if group.self_weight is None else (1.0 - own) / (size - 1)
-        if size == _PAIR:
+        own, peers = group.own_weight, group.peer_weight
+        if len(group.members) == _PAIR:
             other = tuple(member for member in group.members if member != node)
             return Turn(other, other, own, (peers,))
         return Turn(keep=own - peers, weights=(peers,), group=group.members)

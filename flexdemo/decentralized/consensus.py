@@ -6,6 +6,7 @@ training is as fast as centralized. It follows the size of a step, so that is wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -98,6 +99,9 @@ class Judge:
         mine = torch.tensor([squared_distance, squared_norm], dtype=torch.float64)
         distance, norm = self._world.control.all_gather(mine).wait().mean(dim=0).sqrt().tolist()
         said, control = self._groups[0], self.control
+        if not math.isfinite(norm) or not math.isfinite(distance):
+            # Of a step that was left out, say: nothing to learn from. All ranks see the same numbers.
+            return
         decay = control.decay if said["consensus_norm"] else 0.0
         said["consensus_norm"] = decay * said["consensus_norm"] + (1.0 - decay) * norm
         is_apart = distance > control.bound * lr * said["consensus_norm"]

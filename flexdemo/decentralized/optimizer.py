@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -79,8 +80,9 @@ class Decentralized(Optimizer):
     ) -> None:
         _check_choices(order, overlap, max_norm)
         self._world = default_world() if world is None else world
-        self._terms = MixTerms(schedule or base(self._world.topology.nodes), gamma, compressor)
-        self._everybody = MixTerms(complete(self._world.topology.nodes))
+        lane, nodes = _next_lane(self._world), self._world.topology.nodes
+        self._terms = MixTerms(schedule or base(nodes), gamma, compressor, lane)
+        self._everybody = MixTerms(complete(nodes), lane=lane)
         self._order, self._overlap, self._max_norm, self._bucket_bytes = order, overlap, max_norm, bucket_bytes
         self._inner = optimizer
         self._sharer = Inner([optimizer], [len(optimizer.param_groups)])
@@ -157,7 +159,7 @@ class Decentralized(Optimizer):
         for part in self._all_parts():
             part.write(part.mean()[0])
         for x in floats:
-            mix(x, self._everybody.schedule, 0, world=self._world, out=x)
+            mix(x, self._everybody.schedule, 0, world=self._world, lane=self._everybody.lane, out=x)
 
     @torch.no_grad()
     def average_(self) -> None:
@@ -170,6 +172,7 @@ class Decentralized(Optimizer):
 
         The next step mixes what they are then.
         """
+        self._check_between_steps("restarted")
         for part in self._all_parts():
             part.drop()
 
@@ -214,6 +217,7 @@ class Decentralized(Optimizer):
 
         What is under way need not be saved: it follows from what the parameters are.
         """
+        self._check_between_steps("saved")
         outlined = self._outline()
         self.state.update(outlined)
         saved = self._memory.added_to(super().state_dict(), self.param_groups, self._all_parts())
@@ -225,8 +229,8 @@ class Decentralized(Optimizer):
 
         ``other_nodes`` says what to do if it is of another number of nodes; that is an error, if nothing is said.
         """
-        self.restart()
         self._readiness.reset()
+        self.restart()
         self._refresh()
         told = other_nodes or self._other_nodes
         rest = self._memory.taken_from(state_dict, self.param_groups, self._all_parts(), told)
@@ -243,6 +247,19 @@ class Decentralized(Optimizer):
             yield
         finally:
             self._other_nodes = before
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._readiness.has_launched:
+            raise InvalidArgumentError(
+                f"this optimizer cannot be {what} between backward() and step(): with overlap='backward' some buckets "
+                f"have stepped, others have not. Call step() first."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise InvalidArgumentError(
+            "a decentralized optimizer has cables and hooks, and cannot be copied or pickled: make another, and load "
+            "state_dict()."
+        )
 
     def _outline(self) -> dict[Tensor, dict[str, Any]]:
         """Return states of a first step for parameters that have none yet. It moves them, and moves them back."""
@@ -355,6 +372,15 @@ class Decentralized(Optimizer):
 
     def _terms_of_last_launch(self) -> MixTerms:
         return self._everybody if self._judge is not None and self._judge.launched_all else self._terms
+
+
+_lanes: WeakKeyDictionary[World, int] = WeakKeyDictionary()
+
+
+def _next_lane(world: World) -> str:
+    """Return a lane that no other optimizer of this world has: ranks make optimizers in one order, but step in any."""
+    _lanes[world] = _lanes.get(world, 0) + 1
+    return f"optimizer {_lanes[world]}"
 
 
 def _check_choices(order: str, overlap: str, max_norm: float | None) -> None:

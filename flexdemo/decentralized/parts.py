@@ -9,6 +9,7 @@ import torch
 
 from flexcomm import InvalidArgumentError, MixMemory, PushSum, mix, start_mix
 from flexcomm.gossip import complete
+from flexcomm.gossip.mixing import plan_mix
 from flexcomm.gossip.turn import turn_of
 from flexdemo.parameters import local
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from flexcomm import Compressor, MixHandle, World
     from flexcomm.gossip import ScheduleLike
+    from flexcomm.gossip.mixing import MixOptions
     from flexdemo.lots import Lot
 
 __all__ = ["MixTerms", "Part", "cut_into_parts"]
@@ -30,6 +32,7 @@ class MixTerms:
     schedule: ScheduleLike
     gamma: float | None = None
     compressor: Compressor | None = None
+    lane: str = ""
 
 
 class Part:
@@ -54,6 +57,8 @@ class Part:
         self.push_sum = None if terms.schedule.is_doubly_stochastic else PushSum()
         self._handle: MixHandle[list[Tensor]] | None = None
         self._versions: list[int] = []
+        # Here, where all ranks come in one order, as they may not in a backward pass.
+        plan_mix(self._tensors, terms.schedule, **self._options(terms))
 
     def begin_memory(self) -> None:
         """Remember, if anything is, what all replicas hold now: this rank's share of it, if ranks share the work."""
@@ -80,18 +85,20 @@ class Part:
         """Start to mix what the parameters are now."""
         self._check_places()
         self._versions = [param._version for param in self.params]
-        self._handle = start_mix(
-            self._tensors,
-            terms.schedule,
-            step,
-            world=self._world,
-            sharded=self.shards,
-            gamma=terms.gamma,
-            push_sum=self.push_sum,
-            compressor=terms.compressor,
-            memory=self.memory if terms.compressor is not None else None,
-            out=self._tensors,
-        )
+        options = self._options(terms)
+        options["out"] = self._tensors
+        self._handle = start_mix(self._tensors, terms.schedule, step, **options)
+
+    def _options(self, terms: MixTerms) -> MixOptions:
+        return {
+            "world": self._world,
+            "sharded": self.shards,
+            "gamma": terms.gamma,
+            "push_sum": self.push_sum,
+            "compressor": terms.compressor,
+            "memory": self.memory if terms.compressor is not None else None,
+            "lane": terms.lane,
+        }
 
     def finish(self) -> None:
         """Let the parameters become what they were mixed to, if they are being mixed."""
@@ -108,14 +115,16 @@ class Part:
 
     def drop(self) -> None:
         """Let what is under way arrive, and do nothing with it."""
-        self.let_arrive()
-        self._handle = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.drop()
 
     def mean(self) -> tuple[list[Tensor], Tensor]:
         """Return the mean over all nodes and ranks, and this rank's squared distance from it. All ranks call it."""
         everybody = complete(self._world.topology.nodes)
-        push_sum = None if self.push_sum is None else PushSum(self.push_sum.weight)
-        mixed = mix(self._tensors, everybody, 0, world=self._world, sharded=self.shards, push_sum=push_sum)
+        options = self._options(MixTerms(everybody, lane=self._terms.lane))
+        options["push_sum"] = None if self.push_sum is None else PushSum(self.push_sum.weight)
+        mixed = mix(self._tensors, everybody, 0, **options)
         return mixed.tensors, mixed.squared_distance
 
     def write(self, values: list[Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexcomm import InvalidArgumentError
 from flexdemo.checkpoint import NodeAxis
-from flexdemo.node_state import stacked_state, take_state_
+from flexdemo.node_state import check_sizes, required, stacked_state, take_state_
 from flexdemo.parameters import local
 from flexdemo.slots import longest_on_node
 
@@ -78,16 +78,14 @@ class ReplicaMemory:
         self, state_dict: dict[str, Any], groups: list[Group], parts: list[Part], other_nodes: OtherNodes
     ) -> dict[str, Any]:
         """Take parameters and memories, and return the rest for torch to load. Nothing changes if this raises."""
+        check_sizes(state_dict["param_groups"], groups)
+        if not any(state_dict["state"].values()) and self._lengths:
+            raise InvalidArgumentError("the state to be loaded is of no replica: it was saved by another optimizer.")
         rest: dict[str, Any] = {"state": {}, "param_groups": state_dict["param_groups"]}
         firsts = {part.params[0]: part for part in parts}
         places: list[Callable[[], object]] = []
         memories: list[Callable[[], object]] = []
         for packed, group in zip(state_dict["param_groups"], groups, strict=True):
-            if len(packed["params"]) != len(group["params"]):
-                raise InvalidArgumentError(
-                    f"the state to be loaded has a group of {len(packed['params'])} parameters, but this optimizer's "
-                    f"has {len(group['params'])}: load into the same model and groups."
-                )
             for number, param in zip(packed["params"], group["params"], strict=True):
                 saved = dict(state_dict["state"].get(number, {}))
                 if saved and param in self._lengths:
@@ -104,8 +102,8 @@ class ReplicaMemory:
     def _take_place(
         self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
     ) -> list[Callable[[], object]]:
-        self._axis.check_owner(_required(saved, OWNER))
-        here, stood = local(param), _required(saved, HERE)
+        self._axis.check_owner(required(saved, OWNER))
+        here, stood = local(param), required(saved, HERE)
         # Replicas that begin anew begin where the model says.
         if other_nodes == "reset" and not self._axis.is_own(stood):
             return []
@@ -115,7 +113,7 @@ class ReplicaMemory:
         """Return what takes a part's memory; that of other nodes says nothing here, where all then begin alike."""
         commits: list[Callable[[], object]] = []
         if part.memory is not None:
-            known = {key: _required(saved, key) for key in KNOWN}
+            known = {key: required(saved, key) for key in KNOWN}
             numel = part.memory.state_dict()[KNOWN[0]].numel()
             if all(self._axis.is_own(kept) for kept in known.values()):
                 mine = {key: self._axis.taken(kept, (numel,), key, "error") for key, kept in known.items()}
@@ -123,17 +121,7 @@ class ReplicaMemory:
             else:
                 commits.append(part.begin_memory)
         if part.push_sum is not None:
-            pushed = _required(saved, PUSH_WEIGHT)
+            pushed = required(saved, PUSH_WEIGHT)
             weight = float(self._axis.taken(pushed, (), PUSH_WEIGHT, "error")) if self._axis.is_own(pushed) else 1.0
             commits.append(partial(part.push_sum.load_state_dict, {"weight": weight}))
         return commits
-
-
-def _required(saved: dict[str, Any], key: str) -> Tensor:
-    if key not in saved:
-        raise InvalidArgumentError(
-            f"the state to be loaded has no {key}, but {', '.join(map(str, saved)) or 'nothing'}: it was saved by "
-            f"another optimizer, or with another compressor, schedule or bucket_bytes."
-        )
-    value: Tensor = saved.pop(key)
-    return value

@@ -207,6 +207,69 @@ def late_parameters_join(world: World) -> None:
     assert all(torch.equal(ends, other) for other in world.control.all_gather(ends).wait())
 
 
+def joining_takes_no_step_twice(world: World) -> None:
+    """A parameter that is unfrozen, or added between ``backward()`` and ``step()``, leaves the others' steps alone."""
+    ends = []
+    for overlap in ("step", "backward", "none"):
+        net = Net()
+        net.body[2].bias.requires_grad_(False)
+        late = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = made(net, world, gossip.base(world.topology.nodes), overlap=overlap)
+        for step in range(6):
+            optimizer.zero_grad()
+            if step == 3:
+                net.body[2].bias.requires_grad_(True)
+            loss_of(net, world.topology.rank, step).backward()
+            if step == 4:
+                optimizer.add_param_group({"params": [late], "param_names": ["late"]})
+            optimizer.step()
+        steps = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
+        assert steps <= {3, 6, 1, 2, 5}, steps
+        assert optimizer.state[net.body[0].weight]["step"] == 6
+        ends.append(flat(net))
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+def two_optimizers_do_not_meet(world: World) -> None:
+    """Also where ranks use their parameters in another order, in the same backward pass."""
+    nets = [Net(), Net()]
+    with torch.no_grad():
+        for param in nets[1].parameters():
+            param.add_(100.0)
+    optimizers = [made(net, world, gossip.complete(world.topology.nodes), overlap="backward") for net in nets]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        order = nets if world.topology.rank % 2 else nets[::-1]
+        sum(loss_of(net, world.topology.rank, step) for net in order).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert float(flat(nets[0]).mean()) < 10
+    assert float(flat(nets[1]).mean()) > 90
+
+
+def an_overflow_does_not_end_control(world: World) -> None:
+    control = ConsensusControl(bound=1e-6, every=1, most_rounds=3)
+    optimizer = made(net := Net(), world, gossip.base(world.topology.nodes), control=control)
+    train(net, optimizer, world, range(2))
+    assert optimizer._judge is not None
+    optimizer._judge.hear(float("nan"), float("inf"), 1.0)
+    train(net, optimizer, world, range(2, 5))
+    assert np.isfinite(optimizer.param_groups[0]["consensus_norm"])
+
+
+def a_half_taken_step_is_not_saved(world: World) -> None:
+    optimizer = made(net := Net(), world, gossip.base(world.topology.nodes), overlap="backward")
+    train(net, optimizer, world, range(2))
+    loss_of(net, world.topology.rank, 3).backward()
+    with pytest.raises(InvalidArgumentError, match=r"between backward\(\) and step\(\)"):
+        optimizer.state_dict()
+    optimizer.step()
+    optimizer.state_dict()
+    with pytest.raises(InvalidArgumentError, match="cannot be copied"):
+        copy.deepcopy(optimizer)
+
+
 def clipping_sees_the_whole_gradient(world: World) -> None:
     schedule = gossip.base(world.topology.nodes)
     got = train(net := Net(), made(net, world, schedule, max_norm=0.05), world, range(10))
@@ -425,6 +488,10 @@ LAWS: dict[str, Callable[[World], object]] = {
         accumulation_is_accum_adam_on_every_replica,
         unused_parameters_are_neither_skipped_nor_lost,
         late_parameters_join,
+        joining_takes_no_step_twice,
+        two_optimizers_do_not_meet,
+        an_overflow_does_not_end_control,
+        a_half_taken_step_is_not_saved,
         clipping_sees_the_whole_gradient,
         averaging_leaves_no_trace,
         averaging_for_good_ends_what_is_under_way,

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 import flexcomm
-from flexcomm import ConfigMismatchError, InvalidArgumentError, InvalidTensorError, MixMemory, PushSum, gossip
+from flexcomm import (
+    CompressorError,
+    ConfigMismatchError,
+    InvalidArgumentError,
+    InvalidTensorError,
+    MixMemory,
+    NonFiniteError,
+    PushSum,
+    SyncError,
+    gossip,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -230,7 +240,8 @@ def what_diverges_is_refused(world: World) -> None:
     refused = [
         ({"compressor": flexcomm.top_k(0.1), "gamma": 1.0, "memory": memory}, fixed, "gamma=1 diverges"),
         ({"compressor": flexcomm.random_k(0.125), "gamma": 0.2, "memory": memory}, fixed, "at most gamma=0.125"),
-        ({"compressor": flexcomm.sign(), "gamma": 1.0, "memory": memory}, fixed, "gamma=1 diverges"),
+        ({"compressor": flexcomm.dense(values="sign2"), "gamma": 1.0, "memory": memory}, fixed, "gamma=1 diverges"),
+        ({"memory": memory}, fixed, "pass compressor="),
         ({"compressor": flexcomm.top_k(0.1)}, fixed, "without a memory"),
         ({"gamma": 0.0}, fixed, "above 0"),
         ({"colour": 1}, fixed, "got colour"),
@@ -242,6 +253,9 @@ def what_diverges_is_refused(world: World) -> None:
     for options, schedule, words in refused:
         with pytest.raises(InvalidArgumentError, match=words):
             flexcomm.mix(x, schedule, 0, world=world, **options)
+    for compressor, words in ((flexcomm.sign(), "one magnitude"), (flexcomm.threshold(0.1, None), "any length")):
+        with pytest.raises(CompressorError, match=words):
+            flexcomm.mix(x, fixed, 0, world=world, compressor=compressor, memory=memory)
     for tensors, words in (([x, x.double()], "one dtype"), ([x.int()], "torch.int32")):
         with pytest.raises(InvalidTensorError, match=words):
             flexcomm.mix(tensors, fixed, 0, world=world)
@@ -262,6 +276,54 @@ def disagreement_is_an_error_and_changes_nothing(world: World) -> None:
     assert torch.equal(x, before)
     assert push_sum.weight == 1.0
     assert all(not kept.any() for kept in memory.state_dict().values())
+
+
+def calls_that_ranks_make_differently_are_found(world: World) -> None:
+    """Also where both were agreed on before, and differ in length: no body is received that was not announced."""
+    schedule, node = gossip.complete(world.topology.nodes), world.topology.node
+    lengths = (1000, 3000)
+    for length in lengths:
+        flexcomm.mix(torch.zeros(length), schedule, 0, world=world, sharded=True)
+    if world.topology.nodes > 1:
+        with pytest.raises(ConfigMismatchError, match="tensors, schedule or settings"):
+            flexcomm.mix(torch.zeros(lengths[node > 0]), schedule, 0, world=world, sharded=True)
+
+
+def empty_tensors_change_nothing_about_the_others(world: World) -> None:
+    schedule, memory = gossip.complete(world.topology.nodes), MixMemory()
+    everybodys = inputs(world, 4, dtype=torch.float32)
+    xs = [everybodys[world.topology.rank].clone(), torch.zeros(0, 3)]
+    got = flexcomm.mix(xs, schedule, 0, world=world, compressor=flexcomm.dense(), memory=memory).tensors
+    torch.testing.assert_close(got[0], everybodys.mean(dim=0), rtol=0, atol=1e-5)
+
+
+def a_memory_serves_one_mix_at_a_time(world: World) -> None:
+    schedule, memory = gossip.complete(world.topology.nodes), MixMemory()
+    options = {"world": world, "compressor": flexcomm.dense(values="int8"), "memory": memory}
+    handle = flexcomm.start_mix(torch.ones(8), schedule, 0, **options)
+    with pytest.raises(InvalidArgumentError, match="in use"):
+        flexcomm.start_mix(torch.ones(8), schedule, 1, **options)
+    handle.drop()
+    assert all(not kept.any() for kept in memory.state_dict().values())
+    flexcomm.mix(torch.ones(8), schedule, 1, **options)
+
+
+def lanes_need_no_common_order(world: World) -> None:
+    """Ranks start the mixes of two lanes in opposite orders; of one lane, that would be a deadlock or an error."""
+    schedule, rank = gossip.complete(world.topology.nodes), world.topology.rank
+    xs = {lane: inputs(world, 50, seed)[rank] for seed, lane in enumerate("ab")}
+    plain = {lane: flexcomm.mix(x, schedule, 0, world=world, lane=lane).tensors for lane, x in xs.items()}
+    lanes = "ab" if rank % 2 else "ba"
+    handles = {lane: flexcomm.start_mix(xs[lane], schedule, 1, world=world, lane=lane) for lane in lanes}
+    assert all(torch.equal(handle.wait().tensors, plain[lane]) for lane, handle in handles.items())
+
+
+def what_one_rank_cannot_send_all_of_its_node_hear_of(world: World) -> None:
+    schedule, memory = gossip.complete(world.topology.nodes), MixMemory()
+    x = torch.full((64,), float("nan"))
+    if world.topology.size > 1:
+        with pytest.raises((NonFiniteError, SyncError)):
+            flexcomm.mix(x, schedule, 0, world=world, compressor=flexcomm.dense(values="int8"), memory=memory)
 
 
 def a_handle_can_be_waited_for_again(world: World) -> None:
@@ -297,6 +359,11 @@ LAWS: tuple[Callable[[World], object], ...] = (
     quantised_push_sum_converges,
     what_diverges_is_refused,
     disagreement_is_an_error_and_changes_nothing,
+    calls_that_ranks_make_differently_are_found,
+    empty_tensors_change_nothing_about_the_others,
+    a_memory_serves_one_mix_at_a_time,
+    lanes_need_no_common_order,
+    what_one_rank_cannot_send_all_of_its_node_hear_of,
     a_handle_can_be_waited_for_again,
     a_mix_nobody_waits_for_harms_nobody,
 )
