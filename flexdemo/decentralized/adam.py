@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from flexcomm import Compressor, World
     from flexcomm.gossip import ScheduleLike
+    from flexdemo.decentralized.choices import Order, Overlap
     from flexdemo.decentralized.consensus import ConsensusControl
-    from flexdemo.decentralized.optimizer import Order, Overlap
 
 __all__ = ["DecentralizedAdam"]
 

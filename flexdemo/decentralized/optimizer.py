@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args
-from weakref import WeakKeyDictionary
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from flexcomm import InvalidArgumentError, mix
 from flexcomm.gossip import base, complete
 from flexcomm.sync import BUCKET_BYTES
 from flexcomm.world import default_world
+from flexdemo.decentralized.choices import check_choices, check_not_flat
 from flexdemo.decentralized.clipping import clip_, squared_norm
 from flexdemo.decentralized.consensus import BEGINNING, ConsensusControl, Judge
+from flexdemo.decentralized.lanes import take_lanes
 from flexdemo.decentralized.parts import MixTerms, Part, cut_into_parts
 from flexdemo.decentralized.saving import ReplicaMemory
 from flexdemo.inner import Inner
@@ -34,17 +36,11 @@ if TYPE_CHECKING:
     from flexcomm import Compressor, World
     from flexcomm.gossip import ScheduleLike
     from flexdemo.checkpoint import OtherNodes
+    from flexdemo.decentralized.choices import Order, Overlap
     from flexdemo.lots import Lot
     from flexdemo.parameters import Group
 
-__all__ = ["Decentralized", "Order", "Overlap"]
-
-Order = Literal["mix-then-step", "step-then-mix"]
-"""``W x - lr * d(x)``, which hides the exchange behind a whole iteration, or ``W (x - lr * d(x))``, which does not."""
-
-Overlap = Literal["step", "backward", "none"]
-"""When a bucket takes its step and leaves: in ``step()``, or in the backward pass as soon as its gradients are there;
-``none`` lets nothing go on behind the computation. All give the same bits."""
+__all__ = ["Decentralized"]
 
 
 class Decentralized(Optimizer):
@@ -78,11 +74,11 @@ class Decentralized(Optimizer):
         control: ConsensusControl | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        _check_choices(order, overlap, max_norm)
+        check_choices(order, overlap, max_norm)
         self._world = default_world() if world is None else world
-        lane, nodes = _next_lane(self._world), self._world.topology.nodes
-        self._terms = MixTerms(schedule or base(nodes), gamma, compressor, lane)
-        self._everybody = MixTerms(complete(nodes), lane=lane)
+        self._lanes, nodes = cycle(take_lanes(self, self._world)), self._world.topology.nodes
+        self._terms = MixTerms(schedule or base(nodes), gamma, compressor)
+        self._everybody = MixTerms(complete(nodes))
         self._order, self._overlap, self._max_norm, self._bucket_bytes = order, overlap, max_norm, bucket_bytes
         self._inner = optimizer
         self._sharer = Inner([optimizer], [len(optimizer.param_groups)])
@@ -159,7 +155,7 @@ class Decentralized(Optimizer):
         for part in self._all_parts():
             part.write(part.mean()[0])
         for x in floats:
-            mix(x, self._everybody.schedule, 0, world=self._world, lane=self._everybody.lane, out=x)
+            mix(x, self._everybody.schedule, 0, world=self._world, out=x)
 
     @torch.no_grad()
     def average_(self) -> None:
@@ -206,6 +202,7 @@ class Decentralized(Optimizer):
         group = self.param_groups[-1]
         for param, name in zip(group["params"], names_of(self.param_groups)[-1], strict=True):
             check_parameter(param, name, self._world.topology)
+            check_not_flat(param, name)
             # Present before the first step: torch's checkpoints take that for granted.
             self.state[param] = self.state.get(param, {})
         equalise_(group["params"], self._world)
@@ -281,7 +278,7 @@ class Decentralized(Optimizer):
         lots = plan_lots(self.param_groups, self._bucket_bytes, new.__contains__)
         check_same_lots(lots, self._world)
         self._lots += lots
-        self._parts |= {lot: cut_into_parts(lot, self._world, self._terms) for lot in lots}
+        self._parts |= {lot: cut_into_parts(lot, self._world, self._terms, self._lanes) for lot in lots}
         self._memory.measure(part for lot in lots for part in self._parts[lot])
         self._readiness.watch(self._lots, early=self._overlap == "backward")
 
@@ -372,30 +369,3 @@ class Decentralized(Optimizer):
 
     def _terms_of_last_launch(self) -> MixTerms:
         return self._everybody if self._judge is not None and self._judge.launched_all else self._terms
-
-
-_lanes: WeakKeyDictionary[World, int] = WeakKeyDictionary()
-
-
-def _next_lane(world: World) -> str:
-    """Return a lane that no other optimizer of this world has: ranks make optimizers in one order, but step in any."""
-    _lanes[world] = _lanes.get(world, 0) + 1
-    return f"optimizer {_lanes[world]}"
-
-
-def _check_choices(order: str, overlap: str, max_norm: float | None) -> None:
-    choices = {"order": (order, Order), "overlap": (overlap, Overlap)}
-    wrong = [
-        f"{name} is {value!r}, but must be one of {', '.join(get_args(choice))}"
-        for name, (value, choice) in choices.items()
-        if value not in get_args(choice)
-    ]
-    if max_norm is not None and not max_norm > 0:
-        wrong.append(f"max_norm is {max_norm!r}, but must be above 0")
-    if max_norm is not None and overlap == "backward":
-        wrong.append(
-            "max_norm needs the whole gradient before the first bucket steps, but overlap='backward' lets buckets step "
-            "before it is there: use overlap='step', whose exchange hides behind the same iteration"
-        )
-    if wrong:
-        raise InvalidArgumentError(f"{'; '.join(wrong)}.")

@@ -14,12 +14,14 @@ from flexcomm.gossip.turn import turn_of
 from flexdemo.parameters import local
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
     from torch.nn import Parameter
 
     from flexcomm import Compressor, MixHandle, World
     from flexcomm.gossip import ScheduleLike
-    from flexcomm.gossip.mixing import MixOptions
+    from flexcomm.gossip.kinds import MixOptions
     from flexdemo.lots import Lot
 
 __all__ = ["MixTerms", "Part", "cut_into_parts"]
@@ -32,7 +34,6 @@ class MixTerms:
     schedule: ScheduleLike
     gamma: float | None = None
     compressor: Compressor | None = None
-    lane: str = ""
 
 
 class Part:
@@ -43,9 +44,9 @@ class Part:
     """
 
     def __init__(
-        self, params: list[Parameter], names: list[str], world: World, terms: MixTerms, *, shards: bool
+        self, params: list[Parameter], names: list[str], world: World, terms: MixTerms, *, shards: bool, lane: str
     ) -> None:
-        self.params, self.names, self.shards = params, names, shards
+        self.params, self.names, self.shards, self._lane = params, names, shards, lane
         self.moved: Tensor | None = None
         self._world, self._terms = world, terms
         self._tensors = [local(param) for param in params]
@@ -97,7 +98,7 @@ class Part:
             "push_sum": self.push_sum,
             "compressor": terms.compressor,
             "memory": self.memory if terms.compressor is not None else None,
-            "lane": terms.lane,
+            "lane": self._lane,
         }
 
     def finish(self) -> None:
@@ -122,7 +123,7 @@ class Part:
     def mean(self) -> tuple[list[Tensor], Tensor]:
         """Return the mean over all nodes and ranks, and this rank's squared distance from it. All ranks call it."""
         everybody = complete(self._world.topology.nodes)
-        options = self._options(MixTerms(everybody, lane=self._terms.lane))
+        options = self._options(MixTerms(everybody))
         options["push_sum"] = None if self.push_sum is None else PushSum(self.push_sum.weight)
         mixed = mix(self._tensors, everybody, 0, **options)
         return mixed.tensors, mixed.squared_distance
@@ -172,11 +173,13 @@ class _Collected:
     names: list[str] = field(default_factory=list)
 
 
-def cut_into_parts(lot: Lot, world: World, terms: MixTerms) -> list[Part]:
-    """Return a lot's parameters by dtype."""
+def cut_into_parts(lot: Lot, world: World, terms: MixTerms, lanes: Iterator[str]) -> list[Part]:
+    """Return a lot's parameters by dtype, each in the next of ``lanes``."""
     by_dtype: dict[torch.dtype, _Collected] = {}
     for param, name in zip(lot.params, lot.names, strict=True):
         here = by_dtype.setdefault(param.dtype, _Collected())
         here.params.append(param)
         here.names.append(name)
-    return [Part(one.params, one.names, world, terms, shards=lot.averaged) for one in by_dtype.values()]
+    return [
+        Part(one.params, one.names, world, terms, shards=lot.averaged, lane=next(lanes)) for one in by_dtype.values()
+    ]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 import flexcomm
@@ -457,6 +458,33 @@ def sharded_models_are_replicas_of_nodes(world: World) -> None:
             torch.testing.assert_close(param.full_tensor(), other.detach(), rtol=0, atol=2e-4)
 
 
+def flat_parameters_are_refused(world: World) -> None:
+    if world.topology.local_size == 1:
+        return
+    model = hook_laws.flat_sharded(world)
+    with pytest.raises(InvalidArgumentError, match="FSDP2"):
+        DecentralizedAdam(model.parameters(), LR, world=world)
+
+
+def empty_shards_are_mixed_as_far_as_the_others(world: World) -> None:
+    """One rank of a node has nothing of a parameter, and must not hold back, or leave behind, what it has of others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 1))
+    mesh = hook_laws.mesh_of(world)
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    schedule = gossip.complete(world.topology.nodes)
+    optimizer = DecentralizedAdam(
+        model.named_parameters(), LR, schedule=schedule, world=world, compressor=flexcomm.dense(torch.float32)
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + world.topology.rank)
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    assert optimizer.last_moved() > 0 or world.topology.nodes == 1
+
+
 def sharded_runs_go_on(world: World) -> None:
     def make(model: nn.Module) -> DecentralizedAdam:
         return DecentralizedAdam(
@@ -513,6 +541,8 @@ CORE = (
 TORCH_LAWS: dict[str, Callable[[World], object]] = {
     "sharded_models_are_replicas_of_nodes": sharded_models_are_replicas_of_nodes,
     "sharded_runs_go_on": sharded_runs_go_on,
+    "flat_parameters_are_refused": flat_parameters_are_refused,
+    "empty_shards_are_mixed_as_far_as_the_others": empty_shards_are_mixed_as_far_as_the_others,
     **{
         f"a checkpoint goes on, {kind}": partial(a_checkpoint_keeps_replicas_apart, kind=kind)
         for kind in ("plain", "compressed", "directed", "complete")
