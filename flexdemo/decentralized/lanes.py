@@ -10,19 +10,15 @@ import torch
 if TYPE_CHECKING:
     from flexcomm import World
 
-__all__ = ["take_lanes"]
+__all__ = ["take_lane"]
 
 _owners: WeakKeyDictionary[World, list[ref[Any]]] = WeakKeyDictionary()
 
 
-_WAYS = 2
-"""Buckets take turns on so many lanes: while one of them begins or ends, another keeps the link busy."""
+def take_lane(owner: object, world: World) -> str:
+    """Return a lane for ``owner`` that no living optimizer of this world has, on any rank. All ranks call it together.
 
-
-def take_lanes(owner: object, world: World) -> list[str]:
-    """Return lanes for ``owner`` that no living optimizer of this world has, on any rank. All ranks call it together.
-
-    Lanes have cables and a thread, so those whose owner is gone everywhere are taken again.
+    Lanes have cables and a thread, so one whose owner is gone everywhere is taken again.
     """
     owners = _owners.setdefault(world, [])
     taken = torch.tensor([one() is not None for one in owners] + [False], dtype=torch.uint8)
@@ -31,4 +27,4 @@ def take_lanes(owner: object, world: World) -> list[str]:
         owners.append(ref(owner))
     else:
         owners[number] = ref(owner)
-    return [f"optimizer {number}, way {way}" for way in range(_WAYS)]
+    return f"optimizer {number}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from flexcomm.world import default_world
 from flexdemo.decentralized.choices import check_choices, check_not_flat
 from flexdemo.decentralized.clipping import clip_, squared_norm
 from flexdemo.decentralized.consensus import BEGINNING, ConsensusControl, Judge
-from flexdemo.decentralized.lanes import take_lanes
+from flexdemo.decentralized.lanes import take_lane
 from flexdemo.decentralized.parts import MixTerms, Part, cut_into_parts
 from flexdemo.decentralized.saving import ReplicaMemory
 from flexdemo.inner import Inner
@@ -76,7 +75,7 @@ class Decentralized(Optimizer):
     ) -> None:
         check_choices(order, overlap, max_norm)
         self._world = default_world() if world is None else world
-        self._lanes, nodes = cycle(take_lanes(self, self._world)), self._world.topology.nodes
+        self._lane, nodes = take_lane(self, self._world), self._world.topology.nodes
         self._terms = MixTerms(schedule or base(nodes), gamma, compressor)
         self._everybody = MixTerms(complete(nodes))
         self._order, self._overlap, self._max_norm, self._bucket_bytes = order, overlap, max_norm, bucket_bytes
@@ -155,7 +154,7 @@ class Decentralized(Optimizer):
         for part in self._all_parts():
             part.write(part.mean()[0])
         for x in floats:
-            mix(x, self._everybody.schedule, 0, world=self._world, out=x)
+            mix(x, self._everybody.schedule, 0, world=self._world, lane=self._lane, out=x)
 
     @torch.no_grad()
     def average_(self) -> None:
@@ -278,7 +277,7 @@ class Decentralized(Optimizer):
         lots = plan_lots(self.param_groups, self._bucket_bytes, new.__contains__)
         check_same_lots(lots, self._world)
         self._lots += lots
-        self._parts |= {lot: cut_into_parts(lot, self._world, self._terms, self._lanes) for lot in lots}
+        self._parts |= {lot: cut_into_parts(lot, self._world, self._terms, self._lane) for lot in lots}
         self._memory.measure(part for lot in lots for part in self._parts[lot])
         self._readiness.watch(self._lots, early=self._overlap == "backward")
 

@@ -14,8 +14,6 @@ from flexcomm.gossip.turn import turn_of
 from flexdemo.parameters import local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
     from torch.nn import Parameter
 
@@ -173,13 +171,11 @@ class _Collected:
     names: list[str] = field(default_factory=list)
 
 
-def cut_into_parts(lot: Lot, world: World, terms: MixTerms, lanes: Iterator[str]) -> list[Part]:
-    """Return a lot's parameters by dtype, each in the next of ``lanes``."""
+def cut_into_parts(lot: Lot, world: World, terms: MixTerms, lane: str) -> list[Part]:
+    """Return a lot's parameters by dtype."""
     by_dtype: dict[torch.dtype, _Collected] = {}
     for param, name in zip(lot.params, lot.names, strict=True):
         here = by_dtype.setdefault(param.dtype, _Collected())
         here.params.append(param)
         here.names.append(name)
-    return [
-        Part(one.params, one.names, world, terms, shards=lot.averaged, lane=next(lanes)) for one in by_dtype.values()
-    ]
+    return [Part(one.params, one.names, world, terms, shards=lot.averaged, lane=lane) for one in by_dtype.values()]
