@@ -8,7 +8,8 @@ row at its own place.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,14 @@ from torch.distributed.tensor import DTensor, Shard
 from flexcomm import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
 
     from torch import Tensor
 
     from flexcomm import World
     from flexdemo.resharding import Whole
 
-__all__ = ["HasNodeAxis", "NodeAxis", "OtherNodes", "Rows", "is_stacked"]
+__all__ = ["FromOtherNodes", "NodeAxis", "OtherNodes", "Rows", "is_stacked"]
 
 _AXES = ("node", "local_rank")
 
@@ -33,13 +34,19 @@ OtherNodes = Literal["error", "mean", "reset"]
 """What to do with state of another number of nodes: refuse it, give every node the mean of all, or begin at zero."""
 
 
-@runtime_checkable
-class HasNodeAxis(Protocol):
-    """An optimizer whose state has a node axis, and can be taken over by another number of nodes."""
+class FromOtherNodes:
+    """Part of an optimizer whose state has a node axis, and can be taken over by another number of nodes."""
 
-    def from_other_nodes(self, other_nodes: OtherNodes) -> AbstractContextManager[None]:
+    _other_nodes: OtherNodes = "error"
+
+    @contextmanager
+    def from_other_nodes(self, other_nodes: OtherNodes) -> Iterator[None]:
         """Return a context in which ``load_state_dict`` does this by default: torch calls it without arguments."""
-        ...
+        before, self._other_nodes = self._other_nodes, other_nodes
+        try:
+            yield
+        finally:
+            self._other_nodes = before
 
 
 class Rows(NamedTuple):

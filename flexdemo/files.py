@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint import HasNodeAxis, is_stacked
+from flexdemo.checkpoint import FromOtherNodes, is_stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -67,7 +67,7 @@ def load_checkpoint(
     _check_residuals(saved, state)
     load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
-    if isinstance(optimizer, HasNodeAxis):
+    if isinstance(optimizer, FromOtherNodes):
         with optimizer.from_other_nodes(other_nodes):
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
     else:

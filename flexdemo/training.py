@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 
 from flexcomm import FlexcommError, InvalidArgumentError, TransportError
 from flexcomm.world import default_world
+from flexdemo.checkpoint import FromOtherNodes
 from flexdemo.feed import Feed
 from flexdemo.local_steps import LocalSteps
 from flexdemo.memory import NodeMemory
@@ -19,7 +19,7 @@ from flexdemo.replicas import equalise_
 from flexdemo.settings import check_every, check_group, check_sent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["NodeOptimizer"]
 
 
-class NodeOptimizer(Optimizer, ABC):
+class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
     """An optimizer whose parameters have a replica on every node; at the start, all become those of node 0."""
 
     # torch's GradScaler leaves inf and scale to optimizers that say so. Were it to decide alone, on each rank, some
@@ -62,7 +62,6 @@ class NodeOptimizer(Optimizer, ABC):
             raise InvalidArgumentError("outer moves nodes that stepped alone: pass exchange_every= above 1, too.")
         self._world = default_world() if world is None else world
         self._is_ready = False
-        self._other_nodes: OtherNodes = "error"
         super().__init__(params, {**defaults, "step": 0})
         alone = exchange_every > 1 or exchange == "steps"
         self._feed = Feed(
@@ -174,15 +173,6 @@ class NodeOptimizer(Optimizer, ABC):
         # torch makes a new list; the feed looks at this one.
         groups[:] = self.param_groups
         self.param_groups = groups
-
-    @contextmanager
-    def from_other_nodes(self, other_nodes: OtherNodes) -> Iterator[None]:
-        """Return a context in which ``load_state_dict`` does this by default: torch calls it without arguments."""
-        before, self._other_nodes = self._other_nodes, other_nodes
-        try:
-            yield
-        finally:
-            self._other_nodes = before
 
     def _take(self) -> list[Received] | None:
         if self._feed.refresh():

@@ -14,6 +14,7 @@ from flexcomm import InvalidArgumentError, mix
 from flexcomm.gossip import base, complete
 from flexcomm.sync import BUCKET_BYTES
 from flexcomm.world import default_world
+from flexdemo.checkpoint import FromOtherNodes
 from flexdemo.decentralized.choices import check_choices, check_not_flat
 from flexdemo.decentralized.clipping import clip_, squared_norm
 from flexdemo.decentralized.consensus import BEGINNING, ConsensusControl, Judge
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Decentralized"]
 
 
-class Decentralized(Optimizer):
+class Decentralized(FromOtherNodes, Optimizer):
     """Torch's ``optimizer`` on every replica, whose parameters are mixed with those of a few other nodes at a time.
 
     ``x <- W x - lr * d(x)`` (D-PSGD and decentralized Adam, arXiv 2410.11998): ``d`` is the optimizer's own step, on
@@ -87,7 +88,6 @@ class Decentralized(Optimizer):
         self._readiness = Readiness(self._advance)
         self._skips = False
         self._is_ready = False
-        self._other_nodes: OtherNodes = "error"
         super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **BEGINNING})
         self._sharer.adopt(self)
         self.defaults |= optimizer.defaults
@@ -234,15 +234,6 @@ class Decentralized(Optimizer):
         super().load_state_dict(rest)
         groups[:] = self.param_groups
         self.param_groups = groups
-
-    @contextmanager
-    def from_other_nodes(self, other_nodes: OtherNodes) -> Iterator[None]:
-        """Return a context in which ``load_state_dict`` does this by default: torch calls it without arguments."""
-        before, self._other_nodes = self._other_nodes, other_nodes
-        try:
-            yield
-        finally:
-            self._other_nodes = before
 
     def _check_between_steps(self, what: str) -> None:
         if self._readiness.has_launched:
