@@ -44,8 +44,14 @@ def schedules(nodes: int) -> list[ScheduleLike]:
         gossip.static_exponential(nodes),
         gossip.directed_exponential(nodes),
         gossip.random_matching(nodes, seed=3),
+        *([gossip.Schedule("unequal", nodes, (gossip.Phase((everybody(nodes, 0.75),)),))] if nodes > 1 else []),
         *([gossip.one_peer_exponential(nodes)] if power else []),
     ]
+
+
+def everybody(nodes: int, self_weight: float) -> gossip.Group:
+    """All nodes in a group in which each counts its own more than another's."""
+    return gossip.Group(tuple(range(nodes)), self_weight)
 
 
 def inputs(world: World, numel: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
