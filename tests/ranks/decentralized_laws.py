@@ -317,7 +317,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "compressed": {"schedule": gossip.complete, "compressor": flexcomm.top_k(0.25), "gamma": 0.3},
     "directed": {"schedule": directed},
     "rounds": {"control": ConsensusControl(bound=1e-6, every=3)},
-    "complete": {"control": ConsensusControl(bound=1e-6, action="complete", every=3)},
+    # Decides just before it is saved: what is under way left by the decision before.
+    "complete": {"control": ConsensusControl(bound=1e-6, action="complete", every=len(BEFORE))},
 }
 
 
