@@ -9,11 +9,12 @@ MPICH := $(VENV)/mpich
 PIP = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 SUITES ?=
 
-.PHONY: help demo test bench check format clean
+.PHONY: help demo test test-all bench check format clean
 
 help:
 	@echo 'make demo     a small GPT trained on two nodes, by AdamW and by our methods (two minutes)'
-	@echo 'make test     every test; SUITES="unit ranks" for some of them'
+	@echo 'make test     the tests (six minutes on two cores); SUITES="unit ranks" for some of them'
+	@echo 'make test-all all tests, in worlds of every shape and for every compressor (under an hour)'
 	@echo 'make bench    the tables of docs/benchmarks.md (root, about ten minutes)'
 	@echo 'make check    format, lint, types, import rules'
 	@echo 'make format   rewrite the sources as `make check` wants them'
@@ -24,6 +25,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(VENV)/bin/python -m ci.test $(SUITES)
+
+test-all: $(INSTALLED)
+	@$(VENV)/bin/python -m ci.test --all $(SUITES)
 
 bench: $(INSTALLED)
 	@$(PIP) -e '.[peers]'

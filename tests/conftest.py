@@ -1,13 +1,19 @@
-"""What every suite needs before its first test."""
+"""What every suite needs before its first test, and the option that says how many tests run."""
 
 from __future__ import annotations
 
 import os
 import signal
 
+import pytest
+
 # Some virtual machines announce AMX and do not have it: oneDNN then dies of an illegal instruction in the first product
 # of bfloat16 matrices. Read when that is first needed, here and in all processes that tests start.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--runslow", action="store_true", help="also run tests marked slow, as `make test-all` does")
 
 
 def pytest_configure() -> None:
@@ -19,3 +25,12 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out unless they are asked for, by ``--runslow`` or each by its own name."""
+    if config.getoption("--runslow") or any("[" in argument for argument in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]

@@ -6,9 +6,9 @@ for it in a collective, and would wait for ever.
 ``shaped`` is a world of each of the usual shapes, out of the ranks of one start of four:
 
     @pytest.mark.mpi
-    @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-    def test_mpi_keeps_the_law(shaped: Shaped, law: Callable[[flexcomm.World], object]) -> None:
-        shaped.keep(law)
+    @pytest.mark.parametrize(("shaped", "law"), cases(SHAPES, LAWS), indirect=["shaped"], scope="module")
+    def test_mpi_keeps_the_law(shaped: Shaped, law: str) -> None:
+        shaped.keep(LAWS[law])
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import flexcomm
 from tests.ranks import checkpoint_laws, decentralized_laws, hook_laws, optimizer_laws
+from tests.ranks.laws import cases
 from tests.ranks.optimizer_laws import OPTIMIZERS, fifty_steps_are_demos, replicas_of
 from tests.ranks.shapes import Shape
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from flexcomm import World
     from tests.mpi.shaped import Shaped
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mpi
 
 LAWS: dict[str, Callable[[World], object]] = {
     **{
@@ -39,12 +40,14 @@ LAWS: dict[str, Callable[[World], object]] = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("shaped", [Shape(2, 1), Shape(2, 2)], indirect=True, scope="module", ids=str)
+@pytest.mark.parametrize(
+    ("shaped", "law"), cases((Shape(2, 1), Shape(2, 2)), LAWS), indirect=["shaped"], scope="module"
+)
 def test_the_optimizers_keep_the_law(shaped: Shaped, law: str) -> None:
     shaped.keep(LAWS[law])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shaped", [Shape(2, 1), Shape(4, 1)], indirect=True, scope="module", ids=str)
 def test_fifty_steps_are_demos(shaped: Shaped) -> None:
     shaped.keep(partial(fifty_steps_are_demos, shape=(70, 130), k=32, seed=7))

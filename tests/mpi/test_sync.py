@@ -1,28 +1,27 @@
 """Synchronisation over MPI keeps its laws in worlds of every shape.
 
-Which recipe meets which law, ``tests/ranks/recipes.py`` says; it is another one than over gloo.
+Which recipe meets which law in ``make test``, ``tests/ranks/recipes.py`` says; it is another one than over gloo.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ranks.recipes import ALL_LAWS, laws_in
+from tests.ranks.laws import cases
+from tests.ranks.recipes import LAWS, usual_laws
 from tests.ranks.shapes import SHAPES
 
 if TYPE_CHECKING:
     from tests.mpi.shaped import Shaped
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600 if ALL_LAWS else 120)]
-SHIFT = 5
-
-
-CASES = [(shape, law) for shape in SHAPES for law in laws_in(shape, SHIFT)]
+pytestmark = pytest.mark.mpi
+CASES = cases(SHAPES, LAWS, partial(usual_laws, shift=5))
 
 
 # Worlds in the order of the cases: each is connected once.
-@pytest.mark.parametrize(("shaped", "law"), CASES, indirect=["shaped"], scope="module", ids=str)
+@pytest.mark.parametrize(("shaped", "law"), CASES, indirect=["shaped"], scope="module")
 def test_a_sync_keeps_the_law(shaped: Shaped, law: str) -> None:
-    shaped.keep(laws_in(shaped.shape, SHIFT)[law])
+    shaped.keep(LAWS[law])

@@ -1,19 +1,17 @@
-"""Many laws in one start of a group of ranks, over gloo, and a verdict on each.
-
-A law is a function of a world that all its ranks call together; it raises where it is broken:
+"""Laws: functions of a world that all its ranks call together, and that raise where they are broken.
 
     def a_sum_is_exact(world: flexcomm.World) -> None:
         assert world.intra.all_reduce(torch.ones(3)).wait().tolist() == [float(world.topology.local_size)] * 3
 
     LAWS = {"a_sum_is_exact": a_sum_is_exact}
 
-    @pytest.fixture(scope="module", params=SHAPES, ids=str)
-    def verdicts(request: pytest.FixtureRequest) -> Verdicts:
-        return judge(LAWS, request.param)
+    @pytest.mark.parametrize(("shape", "law"), cases(SHAPES, LAWS))
+    def test_gloo_keeps_the_law(shape: Shape, law: str) -> None:
+        keep(LAWS[law], shape)
 
-    @pytest.mark.parametrize("law", LAWS)
-    def test_gloo_keeps_the_law(verdicts: Verdicts, law: str) -> None:
-        verdicts.check(law)
+``keep`` runs a law on ranks of this shape that are connected over gloo. They are started once, by the first law that
+asks for them, and kept for all later ones until a law is broken: then they are ended, and the next law gets new ones.
+Every worker of pytest-xdist has ranks of its own.
 
 Laws travel to the ranks by pickle: functions of a module, or ``functools.partial`` of them. ``tests/mpi/conftest.py``
 keeps the same laws under mpirun.
@@ -24,87 +22,99 @@ from __future__ import annotations
 import faulthandler
 import os
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 import flexcomm
-from tests.ranks.processes import Outcome, failures_by_cause, observe_ranks
+from tests.ranks.processes import Outcome, check_end, collect, end_ranks, failures_by_cause, start_ranks
+from tests.ranks.shapes import ALWAYS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from multiprocessing.connection import Connection
 
     from flexcomm import World
     from tests.ranks.shapes import Shape
 
 LAW_LIMIT_S = 30.0
-LIMIT_S = 100.0
-"""For all laws of a shape, restarts included: less than pytest gives the first test that asks for a verdict."""
-
+GRACE_S = 10.0
 # Longer than a law may take, so that ranks that wait for each other end by showing where.
 TIMEOUT_S = 120.0
-CONNECTING = "(connecting)"
-CLOSING = "(closing)"
+
+_kept: dict[Shape, RankPool] = {}
 
 
-@dataclass(frozen=True)
-class Verdicts:
-    """The laws that were broken, and how: which rank was first, and where those that hung were."""
+def cases(
+    shapes: Iterable[Shape],
+    laws: Iterable[str] | Callable[[Shape], Iterable[str]],
+    usual: Callable[[Shape], Iterable[str]] | None = None,
+) -> list[Any]:
+    """Return parameters ``shape`` and ``law``, the latter by name, for every law in every shape.
 
-    laws: frozenset[str]
-    broken: Mapping[str, str]
-
-    def check(self, law: str) -> None:
-        """Raise unless ``law`` was kept."""
-        assert law in self.laws
-        assert law not in self.broken, self.broken[law]
-
-
-def judge(
-    laws: Mapping[str, Callable[[World], object]],
-    shape: Shape,
-    *,
-    law_limit_s: float = LAW_LIMIT_S,
-    limit_s: float = LIMIT_S,
-) -> Verdicts:
-    """Every law's verdict, from one start of the ranks, and one more after each law that was broken."""
-    deadline_s = time.monotonic() + limit_s
-    broken: dict[str, str] = {}
-    left = list(laws)
-    while left and (left_s := deadline_s - time.monotonic()) > 0:
-        failure = first_failure([(name, laws[name]) for name in left], shape, law_limit_s, left_s)
-        if failure is None:
-            return Verdicts(frozenset(laws), broken)
-        where, text = failure
-        # Ranks that cannot connect, or not close, do not tell one law from another.
-        blamed = [where] if where in left else left
-        broken |= dict.fromkeys(blamed, text)
-        left = left[left.index(blamed[-1]) + 1 :]
-    broken |= dict.fromkeys(left, f"not reached on {shape}: all laws together took longer than {limit_s:g} s")
-    return Verdicts(frozenset(laws), broken)
+    ``usual`` names the laws that ``make test`` keeps in a shape; by default all of them in the shapes of ``ALWAYS``.
+    """
+    found = []
+    for shape in shapes:
+        names = list(laws(shape) if callable(laws) else laws)
+        quick = set(usual(shape)) if usual else set(names if shape in ALWAYS else [])
+        for law in names:
+            marks = [] if law in quick else [pytest.mark.slow]
+            found.append(pytest.param(shape, law, id=f"{shape}-{law}", marks=marks))
+    return found
 
 
-def first_failure(
-    laws: Sequence[tuple[str, Callable[[World], object]]], shape: Shape, law_limit_s: float, limit_s: float
-) -> tuple[str, str] | None:
-    """Where the first rank failed, and what there is to say about it; ``None`` if all laws were kept."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        outcomes = observe_ranks(
-            keep_laws, shape.size, laws, folder, law_limit_s, ranks_per_node=shape.ranks_per_node, limit_s=limit_s
-        )
+def keep(law: Callable[[World], object], shape: Shape, limit_s: float = LAW_LIMIT_S) -> None:
+    """Raise unless all ranks of a world of this shape keep ``law`` within the limit."""
+    pool = _kept.pop(shape, None) or RankPool(shape)
+    pool.keep(law, limit_s)
+    _kept[shape] = pool
+
+
+def close_pools() -> None:
+    """End all ranks that are still kept; raise if one of them did not end well."""
+    while _kept:
+        _kept.popitem()[1].close()
+
+
+class RankPool:
+    """The ranks of one shape, connected once. A pool whose law was broken is over."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._folder = tempfile.TemporaryDirectory()
+        self._ranks = start_ranks(keep_laws, shape.size, Path(self._folder.name), ranks_per_node=shape.ranks_per_node)
+        self._require_all("connecting", LAW_LIMIT_S)
+
+    def keep(self, law: Callable[[World], object], limit_s: float) -> None:
+        for _, pipe in self._ranks:
+            pipe.send((law, limit_s))
+        self._require_all(getattr(law, "__name__", str(law)), limit_s)
+
+    def close(self) -> None:
+        for _, pipe in self._ranks:
+            pipe.send(None)
+        outcomes = collect(self._ranks, GRACE_S)
+        for outcome in outcomes:
+            check_end(outcome, self._ranks[outcome.rank][0])
+        self._require(outcomes, "closing")
+        self._end()
+
+    def _require_all(self, what: str, limit_s: float) -> None:
+        # Ranks end themselves at the limit and say where they were: the parent leaves them time for it.
+        self._require(collect(self._ranks, limit_s + GRACE_S), what)
+
+    def _require(self, outcomes: list[Outcome], what: str) -> None:
         failures = failures_by_cause(outcomes)
-        if not failures:
-            return None
-        where = reached(folder, failures[0].rank)
-        return where, f"{where} on {shape}: " + describe(failures, folder)
+        if failures:
+            text = f"{what} on {self._shape}: {describe(failures, Path(self._folder.name))}"
+            self._end()
+            raise AssertionError(text)
 
-
-def reached(folder: Path, rank: int) -> str:
-    """The law in which ``rank`` was last; a rank that wrote nothing had not come to connecting."""
-    file = folder / f"{rank}.law"
-    return file.read_text() if file.exists() else CONNECTING
+    def _end(self) -> None:
+        end_ranks(self._ranks)
+        self._folder.cleanup()
 
 
 def describe(failures: Sequence[Outcome], folder: Path) -> str:
@@ -118,21 +128,19 @@ def describe(failures: Sequence[Outcome], folder: Path) -> str:
     return "\n".join([text, *stacks])
 
 
-def keep_laws(laws: Sequence[tuple[str, Callable[[World], object]]], folder: Path, law_limit_s: float) -> None:
-    """What every rank does. Where it is stands in a file, because a rank that is killed cannot tell any more."""
-    rank = os.environ["RANK"]
-    with (folder / f"{rank}.stack").open("w") as stack:
-
-        def enter(name: str, limit_s: float) -> None:
-            (folder / f"{rank}.law").write_text(name)
-            faulthandler.dump_traceback_later(limit_s, exit=True, file=stack)
-
-        enter(CONNECTING, LAW_LIMIT_S)
+def keep_laws(pipe: Connection, folder: Path) -> None:
+    """What every rank does. Where it hung stands in a file, because a rank that is ended cannot tell any more."""
+    with (folder / f"{os.environ['RANK']}.stack").open("w") as stack:
+        faulthandler.dump_traceback_later(LAW_LIMIT_S, exit=True, file=stack)
         with flexcomm.connect(timeout_s=TIMEOUT_S) as world:
-            for name, law in laws:
-                enter(name, law_limit_s)
+            pipe.send((None, None))
+            while (given := pipe.recv()) is not None:
+                law, limit_s = given
+                faulthandler.dump_traceback_later(limit_s, exit=True, file=stack)
                 law(world)
                 # A law ends on all ranks before the next begins, so that all agree on which one was broken.
                 world.control.barrier().wait()
-            enter(CLOSING, LAW_LIMIT_S)
+                faulthandler.cancel_dump_traceback_later()
+                pipe.send((None, None))
         faulthandler.cancel_dump_traceback_later()
+    pipe.send((None, None))

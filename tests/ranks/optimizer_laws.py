@@ -21,7 +21,6 @@ from flexcomm.testing.expected import require_same_everywhere
 from flexdemo import Exchanged, FlexDeMo, FlexDeMoAdamW, Outer
 from flexdemo.training import NodeOptimizer
 from tests.naive_demo import CLOSEST, ROUNDING, NaiveDemo
-from tests.ranks.recipes import ALL_LAWS
 from tests.ranks.zoo import Zoo, gradients_at
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 Make = Callable[[Zoo, World], NodeOptimizer]
 
-STEPS = 1000 if ALL_LAWS else 8
 SMALL = 20_000
 """Bytes of a lot: several of them make a zoo."""
 
@@ -109,11 +107,11 @@ def require_apart(one: Zoo, other: Zoo, law: str) -> None:
     assert not torch.equal(one.matrix, other.matrix), law
 
 
-def replicas_hold_the_same_bits(world: World, make: Make, every: int = 1) -> None:
+def replicas_hold_the_same_bits(world: World, make: Make, every: int, steps: int) -> None:
     zoo = Zoo()
     before = values_of(zoo)
     optimizer = make(zoo, world)
-    for step in range(STEPS):
+    for step in range(steps):
         train(zoo, optimizer, world, [step])
         if (step + 1) % every == 0:
             require_same_everywhere(world, values_of(zoo), f"replicas are equal after step {step}")
@@ -122,13 +120,14 @@ def replicas_hold_the_same_bits(world: World, make: Make, every: int = 1) -> Non
         assert bool(new.isfinite().all()), f"{name} is finite"
 
 
-def replicas_of() -> dict[str, Callable[[World], object]]:
+def replicas_of(steps: int = 8) -> dict[str, Callable[[World], object]]:
     """Return a law for each optimizer, by name."""
-    return {f"{replicas_hold_the_same_bits.__name__}, {name}": partial(_replicas_of, name) for name in OPTIMIZERS}
+    law = replicas_hold_the_same_bits.__name__
+    return {f"{law}, {name}": partial(_replicas_of, name, steps) for name in OPTIMIZERS}
 
 
-def _replicas_of(name: str, world: World) -> None:
-    replicas_hold_the_same_bits(world, OPTIMIZERS[name], EVERY.get(name, 1))
+def _replicas_of(name: str, steps: int, world: World) -> None:
+    replicas_hold_the_same_bits(world, OPTIMIZERS[name], EVERY.get(name, 1), steps)
 
 
 def local_steps_are_taken_alone(world: World) -> None:

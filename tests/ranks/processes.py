@@ -1,6 +1,6 @@
 """Ranks as real processes, with a time limit; the parent tells which rank failed first, and how.
 
-They are forked from a server that has imported torch already, so a run of four starts in a fraction of a second.
+They are forked from a server that has imported torch already, so a start of four takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ GRACE_S = 10.0
 """How long the other ranks may go on after the first one failed: long enough to see what they make of it."""
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "flexcomm.testing", "pytest"])
+# The first optimizer of a process imports torch._dynamo, which takes three seconds.
+context.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.checkpoint", "flexcomm.testing", "flexcomm.kernels.cpu", "flexdemo", "pytest"]
+)
+
+Rank = tuple[Any, Connection]
+"""A process (multiprocessing does not name the type of a context's processes) and what its reports come through."""
 
 
 @dataclass
@@ -68,25 +74,41 @@ def observe_ranks(
     limit_s: float = 60.0,
 ) -> list[Outcome]:
     """What became of each rank, failed or not. No process is left behind."""
-    port = free_port()
-    ranks = []
-    for rank in range(size):
-        here, there = context.Pipe(duplex=False)
-        variables = torchrun_variables(rank, size, ranks_per_node or size, port) | dict(environ or {})
-        process = context.Process(target=be_rank, args=(body, args, variables, there, limit_s), daemon=True)
-        process.start()
-        there.close()
-        ranks.append((process, here))
+    ranks = start_ranks(report_body, size, body, args, limit_s, ranks_per_node=ranks_per_node, environ=environ)
     try:
         outcomes = collect(ranks, limit_s)
         for outcome in outcomes:
             check_end(outcome, ranks[outcome.rank][0])
         return outcomes
     finally:
-        for process, pipe in ranks:
-            process.kill()
-            process.join()
-            pipe.close()
+        end_ranks(ranks)
+
+
+def start_ranks(
+    target: Callable[..., None],
+    size: int,
+    *args: object,
+    ranks_per_node: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[Rank]:
+    """Start ``target(pipe, *args)`` on each rank, in the environment that torchrun would give it."""
+    port = free_port()
+    ranks = []
+    for rank in range(size):
+        here, there = context.Pipe()
+        variables = torchrun_variables(rank, size, ranks_per_node or size, port) | dict(environ or {})
+        process = context.Process(target=be_rank, args=(target, variables, there, *args), daemon=True)
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    return ranks
+
+
+def end_ranks(ranks: list[Rank]) -> None:
+    for process, pipe in ranks:
+        process.kill()
+        process.join()
+        pipe.close()
 
 
 def torchrun_variables(rank: int, size: int, ranks_per_node: int, port: int) -> dict[str, str]:
@@ -102,9 +124,7 @@ def torchrun_variables(rank: int, size: int, ranks_per_node: int, port: int) -> 
     return {name: str(number) for name, number in numbers.items()} | names
 
 
-def be_rank(
-    body: Callable[..., Any], args: tuple[object, ...], variables: dict[str, str], pipe: Connection, limit_s: float
-) -> None:
+def be_rank(target: Callable[..., None], variables: dict[str, str], pipe: Connection, *args: object) -> None:
     import torch
 
     warnings.simplefilter("error")
@@ -112,16 +132,20 @@ def be_rank(
     os.environ.update({name: value for name, value in variables.items() if value})
     for name in (name for name, value in variables.items() if not value):
         os.environ.pop(name, None)
-    faulthandler.dump_traceback_later(max(limit_s - 5, 1), file=sys.__stderr__)
     try:
-        pipe.send((body(*args), None))
+        target(pipe, *args)
     except BaseException:
         pipe.send((None, traceback.format_exc()))
         raise SystemExit(1) from None
 
 
-def collect(ranks: list[tuple[Any, Connection]], limit_s: float) -> list[Outcome]:
-    """Listen until every rank has reported or died, the limit has passed, or the grace after a first failure has."""
+def report_body(pipe: Connection, body: Callable[..., Any], args: tuple[object, ...], limit_s: float) -> None:
+    faulthandler.dump_traceback_later(max(limit_s - 5, 1), file=sys.__stderr__)
+    pipe.send((body(*args), None))
+
+
+def collect(ranks: list[Rank], limit_s: float) -> list[Outcome]:
+    """One report of every rank, or its end; later than the limit, or the grace after a first failure, there is none."""
     outcomes: dict[int, Outcome] = {}
     deadline_s = time.monotonic() + limit_s
     while len(outcomes) < len(ranks) and (left_s := deadline_s - time.monotonic()) > 0:
@@ -148,7 +172,7 @@ def receive(rank: int, process: Any, pipe: Connection) -> Outcome:
     now_s = time.monotonic()
     try:
         value, error = pipe.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         process.join()
         code = process.exitcode
         return Outcome(rank, now_s, error=signal.Signals(-code).name if code < 0 else f"exit code {code}")

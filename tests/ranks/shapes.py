@@ -21,3 +21,6 @@ class Shape:
 
 
 SHAPES = (Shape(1, 1), Shape(1, 2), Shape(2, 1), Shape(2, 2), Shape(3, 1), Shape(4, 1))
+ALWAYS = (Shape(2, 2), Shape(3, 1))
+"""Where ``make test`` keeps laws: a world with both kinds of groups, and one with an odd number of nodes. ``make
+test-all`` keeps them in all worlds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from flexdemo import FlexDeMo, FlexDeMoAdamW, attach_to_fsdp, load_checkpoint, s
 from flexdemo.parameters import local
 from tests.ranks.checkpoint_laws import laws
 from tests.ranks.hook_laws import COMPRESSOR, make_model, require_replicas, sharded, train
-from tests.ranks.laws import Verdicts, judge
+from tests.ranks.laws import cases, keep
 from tests.ranks.processes import run_ranks
 from tests.ranks.shapes import Shape
 
@@ -30,18 +29,12 @@ if TYPE_CHECKING:
 Momenta = dict[str, NDArray[np.float32]]
 """By parameter; as arrays, which outlive the process that sent them."""
 
-pytestmark = [pytest.mark.timeout(300)]
-SHAPES = (Shape(1, 1), Shape(2, 2))
+LAWS = laws()
 
 
-@lru_cache
-def verdicts_on(shape: Shape) -> Verdicts:
-    return judge(laws(), shape, limit_s=290.0)
-
-
-@pytest.mark.parametrize(("shape", "law"), [(shape, law) for shape in SHAPES for law in laws()], ids=str)
+@pytest.mark.parametrize(("shape", "law"), cases((Shape(1, 1), Shape(2, 2)), LAWS))
 def test_checkpoints_keep_the_law(shape: Shape, law: str) -> None:
-    verdicts_on(shape).check(law)
+    keep(LAWS[law], shape)
 
 
 def make_run(world: World, kind: str) -> tuple[torch.nn.Module, NodeOptimizer]:

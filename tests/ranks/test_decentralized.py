@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,39 +9,27 @@ import pytest
 import flexcomm
 from flexdemo import load_checkpoint, save_checkpoint
 from tests.ranks.decentralized_laws import CORE, LAWS, TORCH_LAWS, Net, flat, made, train
-from tests.ranks.laws import Verdicts, judge
+from tests.ranks.laws import cases, keep
 from tests.ranks.processes import run_ranks
-from tests.ranks.recipes import ALL_LAWS
-from tests.ranks.shapes import SHAPES, Shape
+from tests.ranks.shapes import ALWAYS, SHAPES, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from flexcomm import World
-
-pytestmark = [pytest.mark.timeout(300)]
-EVERY_LAW = (Shape(2, 2), Shape(4, 1))
-"""Where all laws are kept; elsewhere the core of them, and some others in each."""
+EVERYTHING = LAWS | TORCH_LAWS
 
 
-def laws_in(shape: Shape) -> dict[str, Callable[[World], object]]:
-    everything = LAWS | TORCH_LAWS
-    if ALL_LAWS or shape in EVERY_LAW:
-        return everything
-    others = [name for name in everything if name not in CORE]
-    turn = SHAPES.index(shape)
-    return {name: everything[name] for name in (*CORE, *others[turn :: len(SHAPES)])}
+def usual_laws(shape: Shape) -> list[str]:
+    """All laws in one world, in others the core of them and some more."""
+    if shape not in ALWAYS:
+        return []
+    others = [name for name in EVERYTHING if name not in CORE]
+    return list(EVERYTHING) if shape == Shape(2, 2) else [*CORE, *others[:: len(ALWAYS)]]
 
 
-@lru_cache
-def verdicts_on(shape: Shape) -> Verdicts:
-    return judge(laws_in(shape), shape, limit_s=290.0, law_limit_s=60.0)
-
-
-@pytest.mark.parametrize(("shape", "law"), [(shape, law) for shape in SHAPES for law in laws_in(shape)], ids=str)
+@pytest.mark.parametrize(("shape", "law"), cases(SHAPES, EVERYTHING, usual_laws))
 def test_decentralized_training_keeps_the_law(shape: Shape, law: str) -> None:
-    verdicts_on(shape).check(law)
+    keep(EVERYTHING[law], shape, limit_s=60)
 
 
 def save_and_tell_the_mean(path: str) -> list[float]:

@@ -1,20 +1,26 @@
-"""Each law gets a verdict of its own, and a broken one names the rank, whether it raised, died or hung."""
+"""A broken law is named with the rank, whether that raised, died or hung, and the next law is kept for itself."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from tests.ranks.laws import Verdicts, judge
+from tests.ranks.laws import close_pools, keep
 from tests.ranks.shapes import Shape
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flexcomm import World
+
+TWO = Shape(2, 1)
 
 
 def sum_ones(world: World) -> None:
@@ -40,34 +46,33 @@ def hang_on_rank_one(world: World) -> None:
         threading.Event().wait()
 
 
-LAWS = {law.__name__: law for law in (sum_ones, raise_on_rank_one, die_on_rank_one, know_the_place)}
-
-
-@pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
-    return judge(LAWS, Shape(2, 1))
-
-
-@pytest.mark.parametrize("law", ["sum_ones", "know_the_place"])
-def test_a_law_before_or_after_broken_ones_is_judged_for_itself(verdicts: Verdicts, law: str) -> None:
-    verdicts.check(law)
+def write_own_process(folder: Path, world: World) -> None:
+    (folder / f"{world.topology.rank}-{os.getpid()}").touch()
 
 
 @pytest.mark.parametrize(
-    ("law", "words"), [("raise_on_rank_one", "this rank failed on purpose"), ("die_on_rank_one", "SIGKILL")]
+    ("law", "words"), [(raise_on_rank_one, "this rank failed on purpose"), (die_on_rank_one, "SIGKILL")]
 )
-def test_a_broken_law_is_named_with_the_rank_and_its_end(verdicts: Verdicts, law: str, words: str) -> None:
-    with pytest.raises(AssertionError, match=f"{law} on 2x1: rank 1 failed first .*(?s:.*){words}"):
-        verdicts.check(law)
+def test_a_broken_law_is_named_with_the_rank_and_its_end_and_the_next_is_kept(
+    law: Callable[[World], object], words: str
+) -> None:
+    keep(sum_ones, TWO)
+    with pytest.raises(AssertionError, match=f"{law.__name__} on 2x1: rank 1 failed first .*(?s:.*){words}"):
+        keep(law, TWO)
+    keep(know_the_place, TWO)
 
 
 def test_a_law_that_hangs_ends_and_shows_where() -> None:
-    """The limit of a second ends a hang; the law that hangs is alone, so that no other has to be as quick."""
-    broken = judge({"hang_on_rank_one": hang_on_rank_one}, Shape(2, 1), law_limit_s=1).broken["hang_on_rank_one"]
-    assert "rank 1 was still here" in broken
-    assert "in hang_on_rank_one" in broken
+    with pytest.raises(AssertionError) as caught:
+        keep(hang_on_rank_one, TWO, limit_s=1)
+    assert "rank 1 was still here" in str(caught.value)
+    assert "in hang_on_rank_one" in str(caught.value)
 
 
-def test_laws_that_were_not_reached_in_time_are_not_kept() -> None:
-    with pytest.raises(AssertionError, match="not reached on 1x1"):
-        judge({"sum_ones": sum_ones}, Shape(1, 1), limit_s=0).check("sum_ones")
+def test_ranks_are_kept_from_law_to_law_until_they_are_closed(tmp_path: Path) -> None:
+    for law in (partial(write_own_process, tmp_path), sum_ones, partial(write_own_process, tmp_path)):
+        keep(law, TWO)
+    assert len(list(tmp_path.iterdir())) == 2
+    close_pools()
+    pids = [int(file.name.split("-")[1]) for file in tmp_path.iterdir()]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

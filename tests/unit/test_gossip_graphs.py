@@ -44,13 +44,12 @@ ANY_NUMBER = (
     random_matching,
 )
 EXACT = (complete, one_peer_exponential, alternating_exponential_ring, base)
-EVERY = [
-    *((recipe, nodes) for recipe in ANY_NUMBER for nodes in NUMBERS),
-    *((one_peer_exponential, nodes) for nodes in POWERS),
-]
-every_recipe = pytest.mark.parametrize(
-    ("recipe", "nodes"), EVERY, ids=[f"{recipe.__name__}-{nodes}" for recipe, nodes in EVERY]
-)
+RECIPES = (*ANY_NUMBER, one_peer_exponential)
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def schedules_of(recipe: Callable[[int], ScheduleLike]) -> list[ScheduleLike]:
+    return [recipe(nodes) for nodes in (POWERS if recipe is one_peer_exponential else NUMBERS)]
 
 
 def matrices(schedule: ScheduleLike) -> list[np.ndarray]:
@@ -58,62 +57,68 @@ def matrices(schedule: ScheduleLike) -> list[np.ndarray]:
 
 
 @every_recipe
-def test_rows_and_columns_of_every_phase_sum_to_one(recipe: Callable[[int], ScheduleLike], nodes: int) -> None:
-    schedule = recipe(nodes)
-    for matrix in matrices(schedule):
-        assert np.all(matrix >= 0)
-        assert np.all(np.diag(matrix) > 0)
-        assert np.allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-14)
-        assert np.allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-14)
-        if schedule.is_symmetric:
-            assert np.array_equal(matrix, matrix.T)
-    assert schedule.is_doubly_stochastic
-    assert schedule.nodes == nodes
+def test_rows_and_columns_of_every_phase_sum_to_one(recipe: Callable[[int], ScheduleLike]) -> None:
+    for schedule in schedules_of(recipe):
+        for matrix in matrices(schedule):
+            assert matrix.shape == (schedule.nodes, schedule.nodes)
+            assert np.all(matrix >= 0), schedule
+            assert np.all(np.diag(matrix) > 0), schedule
+            assert np.allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-14), schedule
+            assert np.allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-14), schedule
+            if schedule.is_symmetric:
+                assert np.array_equal(matrix, matrix.T), schedule
+        assert schedule.is_doubly_stochastic, schedule
 
 
 @every_recipe
-def test_the_mean_stays_to_the_bit_where_weights_are_halves(recipe: Callable[[int], ScheduleLike], nodes: int) -> None:
-    x = np.arange(nodes, dtype=np.float64) ** 2 - 7
-    total = x.sum()
-    for matrix in matrices(recipe(nodes)):
-        if np.array_equal(matrix * 64, np.round(matrix * 64)):
-            x = matrix @ x
-            assert x.sum() == total
-            x = np.round(x * 64) % 1024  # Few bits, so that the next product is exact, too.
-            total = x.sum()
+def test_a_schedule_has_as_many_nodes_as_were_asked_for(recipe: Callable[[int], ScheduleLike]) -> None:
+    assert [schedule.nodes for schedule in schedules_of(recipe)] == (
+        POWERS if recipe is one_peer_exponential else NUMBERS
+    )
 
 
 @every_recipe
-def test_everybody_meets_somebody_and_comes_closer_to_the_mean(
-    recipe: Callable[[int], ScheduleLike], nodes: int
-) -> None:
-    schedule = recipe(nodes)
-    phases = [schedule.phase(step) for step in range(schedule.period or 64)]
-    assert all(any(phase.peers(node) for phase in phases) for node in range(nodes)) or nodes == 1
-    assert max(phase.most_peers for phase in phases) == schedule.most_peers
-    assert 0.0 <= schedule.contraction < 1.0
-    assert schedule.report().contraction == schedule.contraction
+def test_the_mean_stays_to_the_bit_where_weights_are_halves(recipe: Callable[[int], ScheduleLike]) -> None:
+    for schedule in schedules_of(recipe):
+        x = np.arange(schedule.nodes, dtype=np.float64) ** 2 - 7
+        total = x.sum()
+        for matrix in matrices(schedule):
+            if np.array_equal(matrix * 64, np.round(matrix * 64)):
+                x = matrix @ x
+                assert x.sum() == total, schedule
+                x = np.round(x * 64) % 1024  # Few bits, so that the next product is exact, too.
+                total = x.sum()
 
 
 @every_recipe
-def test_a_period_is_exact_if_and_only_if_the_schedule_says_so(
-    recipe: Callable[[int], ScheduleLike], nodes: int
-) -> None:
-    schedule = recipe(nodes)
-    if isinstance(schedule, RandomSchedule):
-        assert schedule.is_exact == (nodes <= 2)
-        return
-    product = np.eye(nodes)
-    for matrix in matrices(schedule):
-        product = matrix @ product
-    assert schedule.is_exact == bool(np.abs(product - 1 / nodes).max() < 1e-9)
-    assert schedule.is_exact == (schedule.contraction == 0.0)
-    assert schedule.is_exact or recipe not in EXACT
-    largest = np.linalg.norm(product - 1 / nodes, 2)
-    assert schedule.contraction == pytest.approx(0.0 if schedule.is_exact else largest, abs=1e-12)
+def test_everybody_meets_somebody_and_comes_closer_to_the_mean(recipe: Callable[[int], ScheduleLike]) -> None:
+    for schedule in schedules_of(recipe):
+        phases = [schedule.phase(step) for step in range(schedule.period or 64)]
+        nodes = range(schedule.nodes)
+        assert all(any(phase.peers(node) for phase in phases) for node in nodes) or len(nodes) == 1, schedule
+        assert max(phase.most_peers for phase in phases) == schedule.most_peers, schedule
+        assert 0.0 <= schedule.contraction < 1.0, schedule
+        assert schedule.report().contraction == schedule.contraction, schedule
 
 
-@pytest.mark.parametrize("recipe", [*ANY_NUMBER, one_peer_exponential])
+@every_recipe
+def test_a_period_is_exact_if_and_only_if_the_schedule_says_so(recipe: Callable[[int], ScheduleLike]) -> None:
+    for schedule in schedules_of(recipe):
+        nodes = schedule.nodes
+        if isinstance(schedule, RandomSchedule):
+            assert schedule.is_exact == (nodes <= 2)
+            continue
+        product = np.eye(nodes)
+        for matrix in matrices(schedule):
+            product = matrix @ product
+        assert schedule.is_exact == bool(np.abs(product - 1 / nodes).max() < 1e-9), schedule
+        assert schedule.is_exact == (schedule.contraction == 0.0), schedule
+        assert schedule.is_exact or recipe not in EXACT, schedule
+        largest = np.linalg.norm(product - 1 / nodes, 2)
+        assert schedule.contraction == pytest.approx(0.0 if schedule.is_exact else largest, abs=1e-12), schedule
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_one_node_has_nothing_to_do(recipe: Callable[[int], ScheduleLike]) -> None:
     schedule = recipe(1)
     for step in range(4):
@@ -125,7 +130,7 @@ def test_one_node_has_nothing_to_do(recipe: Callable[[int], ScheduleLike]) -> No
     assert "averages exactly" in str(schedule.report())
 
 
-@pytest.mark.parametrize("recipe", [*ANY_NUMBER, one_peer_exponential])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("nodes", [0, -2, 2.0, "4"])
 def test_a_number_of_nodes_that_cannot_be_is_refused(recipe: Callable[[object], ScheduleLike], nodes: object) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
@@ -134,7 +139,7 @@ def test_a_number_of_nodes_that_cannot_be_is_refused(recipe: Callable[[object], 
     assert str(nodes) in str(caught.value)
 
 
-@pytest.mark.parametrize("recipe", [*ANY_NUMBER, one_peer_exponential])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_numpy_counts_nodes_as_python_does(recipe: Callable[[int], ScheduleLike]) -> None:
     assert repr(recipe(np.int64(8))) == repr(recipe(8))  # type: ignore[arg-type]
 
@@ -338,12 +343,13 @@ def test_matrices_that_cannot_mix_are_refused_by_name(given: tuple[object, ...],
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.parametrize("nodes", [3_000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", ANY_NUMBER)
-def test_ten_thousand_nodes_can_be(recipe: Callable[[int], ScheduleLike]) -> None:
-    schedule = recipe(10_000)
+def test_thousands_of_nodes_can_be(recipe: Callable[[int], ScheduleLike], nodes: int) -> None:
+    schedule = recipe(nodes)
     phase = schedule.phase(3)
-    assert schedule.nodes == 10_000
+    assert schedule.nodes == nodes
     assert len(schedule.digest) == 32
     assert len(repr(schedule)) < 120
-    assert len(phase.peers(9_999)) <= 9_999
+    assert len(phase.peers(nodes - 1)) < nodes
     assert schedule.report().contraction is None

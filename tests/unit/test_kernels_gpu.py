@@ -53,8 +53,10 @@ def make_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeKerne
 
 @pytest.mark.parametrize(
     ("threads", "shared_limit"),
-    [(4, USUAL_SHARED), (3, NEXT_TO_NONE_SHARED)],
-    ids=["shared memory", "global memory"],
+    [
+        pytest.param(4, USUAL_SHARED, id="shared memory"),
+        pytest.param(3, NEXT_TO_NONE_SHARED, id="global memory", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("law", KERNEL_LAWS, ids=lambda law: law.__name__)
 def test_a_law_of_kernels_is_kept(law: Law, threads: int, shared_limit: int, make_kernels: MakeKernels) -> None:
