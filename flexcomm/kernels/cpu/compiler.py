@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numba
 
+from flexcomm.kernels.cpu.sharing import share
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -62,10 +64,7 @@ def summing(function: Function) -> Function:
 
 
 def kept(function: Function) -> Function:
-    """Compile a loop that Python calls, once per machine: numba keeps the result on disk.
-
-    numba looks at the time stamp of the function's own file only, and would go on using what it once inlined from
-    another. So the name under which it is kept tells all the sources apart.
-    """
-    function.__qualname__ = f"{function.__qualname__}_{_SOURCES}"
-    return cast("Function", numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    """Compile a loop that Python calls, once per machine: see :mod:`flexcomm.kernels.cpu.sharing`."""
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    share(dispatcher, _SOURCES)
+    return cast("Function", dispatcher)

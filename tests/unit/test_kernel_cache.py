@@ -1,0 +1,275 @@
+"""Compiled kernels on disk: compiled once per machine, by one process, and never the cause of a failure."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+import pytest
+
+from flexcomm.kernels.cpu import cache, sharing
+from flexcomm.kernels.cpu.cache import CACHE_VARIABLE, Entry, cache_folders
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerProcess
+
+KERNEL = """
+from flexcomm.kernels.cpu.compiler import kept
+
+@kept
+def add_up(x, factor):
+    total = 0.0
+    for i in range(x.size):
+        total += factor * x[i]
+    return total
+"""
+COMPILING = "compiling kernel add_up"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of our own; nothing was said yet, and nothing is in the folder for temporary files."""
+    cache.warn_once.cache_clear()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@dataclass(frozen=True)
+class Use:
+    """A process that calls the toy kernel, whose source is in a folder of its own."""
+
+    sources: Path
+    output: Path
+    process: ForkServerProcess
+
+    def finish(self) -> str:
+        self.process.join(60)
+        output = self.output.read_text()
+        assert self.process.exitcode == 0, output
+        assert "answer 8.0" in output
+        return output
+
+
+def start(sources: Path, kernel: str = KERNEL, before: str = "", **environment: str) -> Use:
+    sources.mkdir(exist_ok=True)
+    (sources / "toy.py").write_text(kernel)
+    output = sources / f"{uuid.uuid4().hex}.txt"
+    environment = {CACHE_VARIABLE: os.environ[CACHE_VARIABLE], "TMPDIR": tempfile.gettempdir(), **environment}
+    context = multiprocessing.get_context("forkserver")
+    # What takes seconds to import is imported once for all processes.
+    context.set_forkserver_preload(["flexcomm.kernels.cpu.compiler", __name__])
+    process = context.Process(target=use_toy, args=(sources, output, before, environment))
+    process.start()
+    return Use(sources, output, process)
+
+
+def use_toy(sources: Path, output: Path, before: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    numba.config.reload_config()
+    sys.path.insert(0, str(sources))
+    with output.open("w") as stream:
+        logging.basicConfig(level=logging.INFO, stream=stream, format="%(message)s")
+        exec(before)  # noqa: S102
+        toy = import_module("toy")
+        print("answer", toy.add_up(np.ones(4), 2.0), file=stream)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+
+
+def test_a_second_checkout_finds_what_the_first_compiled(folder: Path, tmp_path: Path) -> None:
+    assert COMPILING in start(tmp_path / "one").finish()
+    assert len(files_of(folder)) == 1
+    assert COMPILING not in start(tmp_path / "two").finish()
+    assert len(files_of(folder)) == 1
+
+
+def test_of_two_processes_at_once_one_compiles(folder: Path, tmp_path: Path) -> None:
+    outputs = [use.finish() for use in [start(tmp_path / "one") for _ in range(3)]]
+    assert sum(output.count(COMPILING) for output in outputs) == 1
+    assert len(files_of(folder)) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", "half"])
+def test_a_damaged_file_is_compiled_again(damage: bytes | str, folder: Path, tmp_path: Path) -> None:
+    start(tmp_path / "one").finish()
+    (file,) = files_of(folder)
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] if isinstance(damage, str) else damage)
+    assert COMPILING in start(tmp_path / "one").finish()
+    assert COMPILING not in start(tmp_path / "one").finish()
+
+
+def test_other_sources_and_other_flags_are_other_entries(folder: Path, tmp_path: Path) -> None:
+    start(tmp_path / "one").finish()
+    assert COMPILING in start(tmp_path / "one", kernel=KERNEL + "# changed\n").finish()
+    assert COMPILING in start(tmp_path / "one", NUMBA_BOUNDSCHECK="1").finish()
+    assert COMPILING in start(tmp_path / "one", NUMBA_OPT="1").finish()
+    assert len(files_of(folder)) == 4
+
+
+def test_a_killed_compiler_leaves_nothing_broken(folder: Path, tmp_path: Path) -> None:
+    die = """
+from flexcomm.kernels.cpu import cache
+def die(path, content):
+    path.with_name(path.name + ".half.tmp").write_bytes(content[:100])
+    os.kill(os.getpid(), signal.SIGKILL)
+cache._replace = die
+"""
+    killed = start(tmp_path / "one", before=die).process
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    assert len(files_of(folder)) == 1, "the half-written file"
+    assert COMPILING in start(tmp_path / "one").finish()
+    assert len(files_of(folder)) == 1, "the whole one, and nothing else"
+
+
+@pytest.mark.usefixtures("folder")
+def test_who_waits_says_for_whom_and_how_long(caplog: pytest.LogCaptureFixture) -> None:
+    entry, inside, go_on = Entry("k", "key/k"), threading.Event(), threading.Event()
+
+    def compile_slowly() -> None:
+        with entry.compiling():
+            inside.set()
+            go_on.wait(10)
+            entry.write(b"code")
+
+    caplog.set_level(logging.INFO, "flexcomm")
+    thread = threading.Thread(target=compile_slowly)
+    thread.start()
+    inside.wait(10)
+    releasing = threading.Timer(0.1, go_on.set)
+    releasing.start()
+    with entry.compiling():
+        assert entry.read() == b"code"
+    thread.join()
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "compiling kernel k"
+    assert said[1].startswith(f"waiting for kernel k, which process {os.getpid()} on ")
+    assert any(line.startswith("waited ") for line in said)
+    assert said.count("compiling kernel k") == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_waiting_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(cache, "_LONGEST_WAIT_S", 0.03)
+    entry = Entry("k", "key/k")
+    caplog.set_level(logging.INFO, "flexcomm")
+    with entry.compiling(), entry.compiling():
+        entry.write(b"code")
+    assert " s for kernel k, which process" in caplog.text
+    assert caplog.text.count("compiling kernel k") == 2
+    assert entry.read() == b"code"
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("errno", [95, 37])
+def test_a_file_system_without_locks_works(
+    errno: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_file: object, _how: int) -> None:
+        raise OSError(errno, os.strerror(errno))
+
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    for name in ("key/a", "key/b"):
+        entry = Entry("k", name)
+        with entry.compiling():
+            entry.write(b"code")
+        assert entry.read() == b"code"
+    assert caplog.text.count("cannot be locked") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_read_and_the_temporary_one_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, new = Entry("k", "key/there"), Entry("k", "key/new")
+    there.write(b"code")
+    replace = cache._replace
+
+    def refuse(path: Path, content: bytes) -> None:
+        if path.is_relative_to(folder):
+            raise OSError(30, os.strerror(30))
+        replace(path, content)
+
+    monkeypatch.setattr(cache, "_replace", refuse)
+    new.write(b"other code")
+    assert (there.read(), new.read()) == (b"code", b"other code")
+    assert [path.name for path in files_of(folder)] == ["there"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_kernels_work_where_no_folder_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    nowhere = str(tmp_path / "file" / "cache")
+    (Path(tempfile.gettempdir()) / f"flexcomm-{os.getuid()}").touch()
+    output = start(tmp_path / "one", **{CACHE_VARIABLE: nowhere}).finish()
+    assert output.count("compiled kernels cannot be kept") == 1
+
+
+def test_a_full_disk_is_said_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fill(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:5])
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    for name in ("key/a", "key/b"):
+        with Entry("k", name).compiling():
+            Entry("k", name).write(b"code")
+    assert files_of(folder) == []
+    assert caplog.text.count("No space left on device") == 2, "one line, with both folders"
+
+
+def test_a_temporary_folder_of_somebody_else_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    temporary = Path(tempfile.gettempdir()) / f"flexcomm-{os.getuid()}"
+    assert cache_folders() == [folder, temporary]
+    temporary.chmod(0o777)
+    assert cache_folders() == [folder]
+    temporary.rmdir()
+    temporary.symlink_to(folder.parent)
+    assert cache_folders() == [folder]
+    temporary.unlink()
+    temporary.mkdir(mode=0o700)
+    other_user = os.getuid() + 1
+    temporary.rename(temporary.with_name(f"flexcomm-{other_user}"))
+    monkeypatch.setattr(os, "getuid", lambda: other_user)
+    assert cache_folders() == [folder]
+    assert "others can write there" in caplog.text
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_users_cache_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_folders()[0] == tmp_path / ".cache" / "flexcomm"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folders()[0] == tmp_path / "xdg" / "flexcomm"
+
+
+def test_a_numba_without_the_names_we_need_compiles_uncached(caplog: pytest.LogCaptureFixture) -> None:
+    cache.warn_once.cache_clear()
+    dispatcher = SimpleNamespace(compile=None)
+    sharing.share(dispatcher, "sources")
+    assert "no _cache, overloads, py_func" in caplog.text
+    assert dispatcher.compile is None
