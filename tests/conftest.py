@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 # Some virtual machines announce AMX and do not have it: oneDNN then dies of an illegal instruction in the first product
 # of bfloat16 matrices. Read when that is first needed, here and in all processes that tests start.

@@ -94,6 +94,7 @@ def test_a_count_this_mpi_cannot_express_is_refused_by_name(monkeypatch: pytest.
     assert torch.equal(transport.all_gather(wide).wait()[0], wide)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_more_than_two_gigabytes_cross_in_one_broadcast(world: flexcomm.World) -> None:
     """2^31 + 8 bytes, more than a C int counts; two ranks, so that memory suffices."""
