@@ -2,23 +2,30 @@
 
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS := constraints.txt
+# With TORCH=2.15.0, everything happens in an environment of its own, with that torch.
+ifeq ($(origin TORCH),command line)
+VENV := .venv-torch-$(TORCH)
+CONSTRAINTS := build/constraints-torch-$(TORCH).txt
+endif
 INSTALLED := $(VENV)/.installed
 # Open MPI lives in the environment itself. MPICH brings an `mpirun` of its own, so it gets a folder inside.
 MPICH := $(VENV)/mpich
 # The variable, not `-c`: it also reaches the environment in which pip builds.
-PIP = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+PIP = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 SUITES ?=
 
-.PHONY: help demo test test-all bench check format clean
+.PHONY: help demo test test-all test-torch bench check format clean
 
 help:
-	@echo 'make demo     a small GPT trained on two nodes, by AdamW and by our methods (two minutes)'
-	@echo 'make test     the tests (six minutes on two cores); SUITES="unit ranks" for some of them'
-	@echo 'make test-all all tests, in worlds of every shape and for every compressor (under an hour)'
-	@echo 'make bench    the tables of docs/benchmarks.md (root, about ten minutes)'
-	@echo 'make check    format, lint, types, import rules'
-	@echo 'make format   rewrite the sources as `make check` wants them'
-	@echo 'make clean    remove the environment and all caches'
+	@echo 'make demo       a small GPT trained on two nodes, by AdamW and by our methods (two minutes)'
+	@echo 'make test       the tests (six minutes on two cores); SUITES="unit ranks" for some of them'
+	@echo 'make test-all   all tests, in worlds of every shape and for every compressor (under an hour)'
+	@echo 'make test-torch TORCH=2.15.0   the tests with another torch, in an environment of its own (gigabytes, once)'
+	@echo 'make bench      the tables of docs/benchmarks.md (root, about ten minutes)'
+	@echo 'make check      format, lint, types, import rules'
+	@echo 'make format     rewrite the sources as `make check` wants them'
+	@echo 'make clean      remove the environment and all caches'
 
 demo: $(INSTALLED)
 	@$(VENV)/bin/python -m bench train --quick
@@ -28,6 +35,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	@$(VENV)/bin/python -m ci.test --all $(SUITES)
+
+test-torch:
+	@test '$(origin TORCH)' = 'command line' || { echo 'With which torch? make test-torch TORCH=2.15.0'; exit 2; }
+	@$(MAKE) --no-print-directory test
 
 bench: $(INSTALLED)
 	@$(PIP) -e '.[peers]'
@@ -44,10 +55,15 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml constraints.txt
+# Only torch itself knows which of nvidia's packages it needs.
+build/constraints-torch-%.txt: constraints.txt
+	@mkdir -p build
+	@{ echo 'torch==$*'; grep -vE '^(torch|nvidia-[a-z0-9-]+)==' constraints.txt; } > $@
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexcomm needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Set PYTHON=python3.x.")'
 	@echo 'Installing into $(VENV) (once; a minute or two) ...'
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \

@@ -10,6 +10,7 @@
     ├── SyncError                     a synchronisation failed because it failed on another rank; nothing was changed
     ├── WireError                     a received payload is damaged, or not the one expected; nothing was written
     ├── ConfigMismatchError           ranks disagree on what must be equal; raised on all of them, before data moves
+    ├── TorchVersionError             this torch lacks a private name that the library needs
     └── TransportError                a cable, or what was asked of it
         ├── TransportUnavailableError     not installed, no such device, no way to meet the other ranks
         ├── InvalidTensorError            a tensor the verb cannot carry: shape, dtype, size (also a ValueError)
@@ -32,6 +33,7 @@ __all__ = [
     "PeerLostError",
     "SyncError",
     "TopologyError",
+    "TorchVersionError",
     "TransportError",
     "TransportUnavailableError",
     "WireError",
@@ -76,6 +78,10 @@ class TopologyError(FlexcommError):
 
 class ConfigMismatchError(FlexcommError):
     """Ranks disagree on something that must be equal; every rank raises it, before any data moved."""
+
+
+class TorchVersionError(FlexcommError):
+    """The installed torch lacks a private name that the library needs; the message says which versions have it."""
 
 
 class TransportError(FlexcommError):

@@ -26,6 +26,7 @@ from flexcomm.topology import (
     ranks_per_node_from,
     read_launcher,
 )
+from flexcomm.torch_versions import log_untested_version
 from flexcomm.transport import LoopbackTransport
 from flexcomm.transport.mpi_job import place_in_shared_memory, started_communicator
 from flexcomm.transport.torch_distributed import nccl_is_usable
@@ -155,6 +156,8 @@ def connect(
     check_cable(inter)
     check_timeout(timeout_s)
     announced = announcement()
+    if announced.rank == 0:
+        log_untested_version()
     if ranks_per_node is None:
         ranks_per_node = ranks_per_node_from(os.environ)
     comm = join_mpi_job(announced, required="mpi" in (intra, inter))
@@ -221,6 +224,8 @@ def connect_mesh(
     abort_on_exception_if_mpi_is_up()
     check_timeout(timeout_s)
     topology = from_mesh(mesh, rank=dist.get_rank(), inter=inter, intra=intra)
+    if topology.rank == 0:
+        log_untested_version()
     cabling = Cabling(Announcement("mesh", dist.get_rank(), dist.get_world_size()), None, timeout_s)
     control = cabling.join_slice(sorted(mesh.mesh.flatten().tolist()))
     agreement = Agreement(control)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.autograd import Variable
-
 from flexcomm import FlexcommError, TransportError
+from flexdemo.torch_private.autograd import queue_callback
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +31,7 @@ class BackwardPass:
     def send(self, lot: Lot, gradients: list[Tensor], *, at_once: bool) -> None:
         """Exchange gradients in place: until this returns if ``at_once``, else until the backward pass ends."""
         # With every send: a pass that died took its callbacks along, and left what was under way.
-        Variable._execution_engine.queue_callback(self._end)
+        queue_callback(self._end)
         if lot in self._leaving:
             self._attachment.exchange.abandon()
             self._leaving = {}

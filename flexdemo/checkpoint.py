@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from flexcomm import InvalidArgumentError
+from flexdemo.torch_private.device_mesh import mesh_without_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from flexcomm import World
     from flexdemo.resharding import Whole
@@ -67,12 +68,7 @@ class NodeAxis:
             self._nodes, self._ranks = world.topology.nodes, world.topology.local_size
             # Without groups of its own: checkpoints ask where a row belongs, and send nothing. Making groups takes all
             # ranks of the job, and this world may be a part of it.
-            self._mesh = DeviceMesh(
-                world.device.type,
-                world.topology.members,
-                mesh_dim_names=_AXES,
-                _init_backend=False,
-            )
+            self._mesh = mesh_without_groups(world.device.type, world.topology.members, _AXES)
 
     def stacked(self, tensor: Tensor, length: int) -> Tensor:
         """Return a tensor of this rank as its row among all ranks', each of ``length`` elements, zeros at the end."""

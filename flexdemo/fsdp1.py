@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from flexcomm import InvalidArgumentError, TopologyError
 from flexdemo.backward import BackwardPass
 from flexdemo.lots import Lot
 from flexdemo.replicas import equalise_
+from flexdemo.torch_private.fsdp1 import flat_params_of, has_saved_gradient, remove_comm_hook, set_comm_hook_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,24 +29,18 @@ def attach_to_flat_units(model: FullyShardedDataParallel, attachment: Attachment
     units = [
         (name or "root", unit)
         for name, unit in model.named_modules()
-        if isinstance(unit, FullyShardedDataParallel) and _flat_params_of(unit)
+        if isinstance(unit, FullyShardedDataParallel) and flat_params_of(unit)
     ]
     for name, unit in units:
         _check_unit(name, unit, attachment)
     model.register_comm_hook(None, _reduce)
     backward = BackwardPass(attachment)
     for name, unit in units:
-        # torch gives one state to all units; each needs its own, to know which one it is called for.
-        unit._comm_hook_state = _Unit(name, unit, attachment, backward)
+        set_comm_hook_state(unit, _Unit(name, unit, attachment, backward))
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        attachment.on_detach(lambda unit=unit: _forget(unit))  # type: ignore[misc]
-    equalise_([flat for _, unit in units for flat in _flat_params_of(unit)], attachment.world)
+        attachment.on_detach(lambda unit=unit: remove_comm_hook(unit))  # type: ignore[misc]
+    equalise_([flat for _, unit in units for flat in flat_params_of(unit)], attachment.world)
     equalise_(model.buffers(), attachment.world)
-
-
-def _flat_params_of(unit: FullyShardedDataParallel) -> list[FlatParameter]:
-    """Return a unit's flat parameter; none if all it wraps is wrapped again inside."""
-    return [] if unit._handle is None else [unit._handle.flat_param]
 
 
 def _check_unit(name: str, unit: FullyShardedDataParallel, attachment: Attachment) -> None:
@@ -75,7 +70,7 @@ class _Unit:
         self, name: str, unit: FullyShardedDataParallel, attachment: Attachment, backward: BackwardPass
     ) -> None:
         self.attachment, self.backward = attachment, backward
-        (self.flat_param,) = _flat_params_of(unit)
+        (self.flat_param,) = flat_params_of(unit)
         self.lot = Lot(0, True, (self.flat_param,), (name,))
         dtype = unit.mixed_precision.reduce_dtype or unit.mixed_precision.param_dtype or self.flat_param.dtype
         like = torch.empty(self.flat_param.shape, dtype=dtype, device=self.flat_param.device)
@@ -83,7 +78,7 @@ class _Unit:
 
     def is_read_at_once(self, shard: Tensor) -> bool:
         """Return whether FSDP copies or adds up the shard after the hook, instead of keeping it as the gradient."""
-        return shard.dtype != self.flat_param.dtype or getattr(self.flat_param, "_saved_grad_shard", None) is not None
+        return shard.dtype != self.flat_param.dtype or has_saved_gradient(self.flat_param)
 
 
 def _reduce(unit: _Unit, gradient: Tensor, shard: Tensor) -> None:
@@ -92,7 +87,3 @@ def _reduce(unit: _Unit, gradient: Tensor, shard: Tensor) -> None:
     intra.reduce_scatter(gradient.view(intra.size, -1), out=shard).wait()
     shard.div_(intra.size)
     unit.backward.send(unit.lot, [shard], at_once=unit.is_read_at_once(shard))
-
-
-def _forget(unit: FullyShardedDataParallel) -> None:
-    unit._comm_hook = unit._comm_hook_state = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -13,14 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 from flexcomm import InvalidArgumentError
 from flexdemo.backward import BackwardPass
 from flexdemo.lots import Lot
-from flexdemo.parameters import check_parameter
+from flexdemo.parameters import check_parameter, local
 from flexdemo.replicas import equalise_
+from flexdemo.torch_private.autograd import has_post_accumulate_grad_hooks
+from flexdemo.torch_private.fsdp2 import param_groups_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
     from flexdemo.attachment import Attachment
+    from flexdemo.torch_private.fsdp2 import ParamGroup
 
 __all__ = ["attach_to_units"]
 
@@ -38,25 +41,28 @@ class Shard:
 def attach_to_units(model: Module, attachment: Attachment) -> None:
     """Exchange the gradients of every unit of ``model``, whose replicas become node 0's."""
     names = {param: name for name, param in model.named_parameters()}
-    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    found = [(unit, _shards_in(unit, names, attachment)) for unit in units]
-    _check_all_are_sharded(names, [shard for _, shards in found for shard in shards])
+    found = [
+        (unit, group, _shards_in(group, names, attachment))
+        for unit in model.modules()
+        if isinstance(unit, FSDPModule)
+        for group in param_groups_of(unit)
+    ]
+    _check_all_are_sharded(names, [shard for _, _, shards in found for shard in shards])
     backward = BackwardPass(attachment)
-    for unit, shards in found:
-        if shards:
-            _watch(unit, shards, attachment, backward)
+    for unit, group, shards in found:
+        _watch(unit, group, shards, attachment, backward)
     equalise_([*model.parameters(), *model.buffers()], attachment.world)
 
 
-def _shards_in(unit: FSDPModule, names: dict[Parameter, str], attachment: Attachment) -> list[Shard]:
-    """Return the shards of a unit's parameters, in order. torch tells that in attributes it keeps to itself."""
+def _shards_in(group: ParamGroup, names: dict[Parameter, str], attachment: Attachment) -> list[Shard]:
+    """Return the shards of a group's parameters, in order."""
+    _check_group(group)
     shards = []
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        _check_group(group)
-        for one in group.fsdp_params:
-            name = names[one.sharded_param]
-            check_parameter(one.sharded_param, name, attachment.world.topology)
-            shards.append(Shard(name, one.sharded_param, one.sharded_size, one.padded_sharded_param_size.numel()))
+    for one in group.params:
+        name = names[one.param]
+        check_parameter(one.param, name, attachment.world.topology)
+        _check_grad_dtype(one.param, name)
+        shards.append(Shard(name, one.param, local(one.param).shape, one.padded_numel))
     return shards
 
 
@@ -70,25 +76,35 @@ def _check_all_are_sharded(names: dict[Parameter, str], shards: list[Shard]) -> 
         )
 
 
-def _check_group(group: Any) -> None:
+def _check_group(group: ParamGroup) -> None:
     """Raise if what a hook sees would not be the node's mean."""
-    if group._all_reduce_hook is not None:
+    if group.has_all_reduce_hook:
         raise InvalidArgumentError("this model has an all-reduce hook already: detach the attachment it has first.")
-    if _reduced_as(group) == torch.float16:
+    if group.reduce_dtype == torch.float16:
         raise InvalidArgumentError(
             "gradients are reduced as float16, which FSDP adds up without dividing and divides after the exchange: "
             "they overflow on the way. Use MixedPrecisionPolicy(reduce_dtype=torch.float32)."
         )
-    if group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms:
+    if group.scales_gradients:
         raise InvalidArgumentError(
             "this unit divides its gradients by a factor of its own, after the exchange. Leave "
             "set_gradient_divide_factor and set_force_sum_reduction_for_comms alone, and scale the loss instead."
         )
 
 
-def _watch(unit: FSDPModule, shards: list[Shard], attachment: Attachment, backward: BackwardPass) -> None:
-    (group,) = unit._get_fsdp_state()._fsdp_param_groups
-    likes = [torch.empty(shard.size, dtype=_reduced_as(group), device=attachment.world.device) for shard in shards]
+def _check_grad_dtype(param: Parameter, name: str) -> None:
+    """Raise if gradients are not of the parameter's dtype: torch 2.15 then reduces parameters in another order."""
+    if param.grad_dtype != param.dtype:
+        raise InvalidArgumentError(
+            f"{name} is {param.dtype} but wants gradients of {param.grad_dtype}. Leave grad_dtype alone; the dtype in "
+            f"which gradients are averaged is MixedPrecisionPolicy(reduce_dtype=...)."
+        )
+
+
+def _watch(
+    unit: FSDPModule, group: ParamGroup, shards: list[Shard], attachment: Attachment, backward: BackwardPass
+) -> None:
+    likes = [torch.empty(shard.size, dtype=group.reduce_dtype, device=attachment.world.device) for shard in shards]
     attachment.remember(_lot_of(tuple(shards)), likes)
     lot_of = lru_cache(maxsize=None)(_lot_of)
 
@@ -98,10 +114,9 @@ def _watch(unit: FSDPModule, shards: list[Shard], attachment: Attachment, backwa
         backward.send(lot_of(trained), gradients, at_once=_is_read_at_once(flat, trained))
 
     # Else torch leaves unused parameters out, and which ones may differ from rank to rank.
-    includes_unused = group.reduce_scatter_unused_params
     unit.set_reduce_scatter_unused_params(True, recurse=False)
     unit.set_all_reduce_hook(exchange)
-    attachment.on_detach(lambda: unit.set_reduce_scatter_unused_params(includes_unused, recurse=False))
+    attachment.on_detach(lambda: unit.set_reduce_scatter_unused_params(group.reduces_unused, recurse=False))
     attachment.on_detach(lambda: unit.set_all_reduce_hook(None))  # type: ignore[arg-type]
 
 
@@ -129,12 +144,6 @@ def _is_read_at_once(flat: Tensor, shards: tuple[Shard, ...]) -> bool:
         shard.param.grad is not None
         or shard.param.dtype != flat.dtype
         or shard.param.device != flat.device
-        or bool(getattr(shard.param, "_post_accumulate_grad_hooks", None))
+        or has_post_accumulate_grad_hooks(shard.param)
         for shard in shards
     )
-
-
-def _reduced_as(group: Any) -> torch.dtype:  # torch's FSDPParamGroup, which it keeps to itself
-    policy = group.mp_policy
-    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
-    return dtype

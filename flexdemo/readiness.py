@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FlatParameter
 
 from flexcomm import InvalidArgumentError
 from flexdemo.parameters import local
+from flexdemo.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -118,4 +119,4 @@ def _note_if_alive(note: WeakMethod[Any], param: Tensor) -> None:
 
 def _stamp(gradient: Tensor) -> tuple[int, int]:
     """Return where a gradient lies, and how often it was changed there."""
-    return local(gradient).data_ptr(), local(gradient)._version
+    return local(gradient).data_ptr(), version_of(local(gradient))

@@ -12,6 +12,7 @@ from flexcomm.gossip import complete
 from flexcomm.gossip.mixing import plan_mix
 from flexcomm.gossip.turn import turn_of
 from flexdemo.parameters import local
+from flexdemo.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +84,7 @@ class Part:
     def start(self, step: int, terms: MixTerms) -> None:
         """Start to mix what the parameters are now."""
         self._check_places()
-        self._versions = [param._version for param in self.params]
+        self._versions = [version_of(param) for param in self.params]
         options = self._options(terms)
         options["out"] = self._tensors
         self._handle = start_mix(self._tensors, terms.schedule, step, **options)
@@ -133,7 +134,7 @@ class Part:
 
     def accept_changes(self) -> None:
         """Take parameters for unchanged since they left: what was done to them was undone, and nobody read them."""
-        self._versions = [param._version for param in self.params]
+        self._versions = [version_of(param) for param in self.params]
 
     def _check_places(self) -> None:
         if [local(param).data_ptr() for param in self.params] != self._places:
@@ -146,7 +147,7 @@ class Part:
         changed = [
             name
             for name, param, version in zip(self.names, self.params, self._versions, strict=True)
-            if param._version != version
+            if version_of(param) != version
         ]
         if changed:
             raise InvalidArgumentError(

@@ -369,7 +369,7 @@ def original_parameters_are_trained(world: World) -> None:
 
 
 def mixed_precision_is_exchanged_as_reduced(world: World) -> None:
-    for reduced in (torch.float32, torch.bfloat16):
+    for reduced in (torch.float32, torch.bfloat16, None):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
         model = sharded(world, mp_policy=policy)
         attach_to_fsdp(model, COMPRESSOR, world=world)
@@ -378,8 +378,15 @@ def mixed_precision_is_exchanged_as_reduced(world: World) -> None:
 
 
 def float16_reduction_is_refused(world: World) -> None:
-    model = sharded(world, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    model = sharded(world, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     with pytest.raises(InvalidArgumentError, match="float16"):
+        attach_to_fsdp(model, COMPRESSOR, world=world)
+
+
+def gradients_of_another_dtype_than_the_parameter_are_refused(world: World) -> None:
+    model = sharded(world)
+    model.get_parameter("0.norm.bias").grad_dtype = torch.bfloat16
+    with pytest.raises(InvalidArgumentError, match=r"0\.norm\.bias .* grad_dtype"):
         attach_to_fsdp(model, COMPRESSOR, world=world)
 
 
@@ -496,6 +503,7 @@ LAWS: list[Callable[[World], None]] = [
     optimizers_take_shards,
     mixed_precision_is_exchanged_as_reduced,
     float16_reduction_is_refused,
+    gradients_of_another_dtype_than_the_parameter_are_refused,
     micro_batches_are_exchanged_once,
     detaching_gives_the_model_back,
     a_nan_leaves_residuals_alone,

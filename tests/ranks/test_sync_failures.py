@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import flexcomm
 from flexcomm.errors import DeadlineExceededError, PeerLostError
@@ -63,7 +62,7 @@ def lose_patience(world: World) -> None:
     for cable in (world.intra, world.inter):
         if isinstance(cable, TorchTransport):
             cable.timeout_s = PATIENCE_S
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE_S), cable._group)
+            cable._group.set_timeout(timedelta(seconds=PATIENCE_S))
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 2), Shape(3, 1)], ids=str)

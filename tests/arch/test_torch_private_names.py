@@ -1,0 +1,114 @@
+"""Private names of torch occur in a few small modules only, and this is the list of them.
+
+Private is what begins with an underscore, and what only private objects of torch have, which is looked up by
+``flexcomm.torch_versions.private``. ``torch._foreach_*`` is exempt: torch's own optimizers are written with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+from flexcomm.torch_versions import TESTED_ON, TESTED_VERSIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("flexcomm", "flexdemo", "bench")
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(), str(path))
+    for folder in (*PACKAGES, "tests", "docs", "ci")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+STAND_INS = {"tests/unit/test_torch_versions.py", "tests/unit/test_flexdemo_torch_private.py"}
+
+PRIVATE_NAMES = {
+    "flexcomm/ranges.py": {"_is_profiler_enabled"},
+    "flexdemo/torch_private/autograd.py": {
+        "_execution_engine", "_post_accumulate_grad_hooks", "_version", "queue_callback",
+    },
+    "flexdemo/torch_private/device_mesh.py": {"_init_backend"},
+    "flexdemo/torch_private/fsdp1.py": {"_comm_hook", "_comm_hook_state", "_handle", "_saved_grad_shard", "flat_param"},
+    "flexdemo/torch_private/fsdp2.py": {
+        "_all_reduce_hook", "_fsdp_param_groups", "_get_fsdp_state", "force_sum_reduction_for_comms", "fsdp_params",
+        "gradient_divide_factor", "mp_policy", "padded_sharded_param_size", "reduce_scatter_unused_params",
+        "sharded_param",
+    },
+}  # fmt: skip
+NAMED_TUPLE = {"_replace", "_make", "_asdict", "_fields"}
+OF_OTHER_LIBRARIES = {"_Environ", "_local_world_size"}
+"""Of os, and of decent-dp."""
+LOOKUPS = {"getattr", "setattr", "hasattr", "delattr", "private"}
+
+
+def is_private(name: str) -> bool:
+    return (
+        name.startswith("_")
+        and not name.startswith("__")
+        and name != "_"
+        and name not in NAMED_TUPLE | OF_OTHER_LIBRARIES
+    )
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Return the private names that a module of this project defines."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            names.add(node.attr)
+    return {name for name in names if is_private(name)}
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+OWN = {name for tree in SOURCES.values() for name in own_names(tree)}
+
+
+def foreign_names(module: str) -> set[str]:
+    """Return the private names in a module that are not this project's."""
+    packaged = module.startswith(PACKAGES)
+    names: set[str] = set()
+    for node in ast.walk(SOURCES[module]):
+        if isinstance(node, ast.Attribute):
+            # In the packages, only an object itself uses its private attributes: whoever else does, it is torch's.
+            names |= {node.attr} - (OWN if is_self(node.value) or not packaged else set())
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            names |= {*node.module.split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+        elif isinstance(node, ast.keyword) and node.arg:
+            names |= {node.arg} - OWN
+    private = {name for name in names if is_private(name) and not name.startswith("_foreach_")}
+    return private | looked_up(SOURCES[module])
+
+
+def looked_up(tree: ast.AST) -> set[str]:
+    """Return the names that are looked up as strings; the ones without an underscore are private by their owner."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return {
+        arg.value
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in LOOKUPS
+        for arg in call.args
+        if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+        if is_private(arg.value) or call.func.id == "private"
+    }
+
+
+def test_private_names_of_torch_occur_in_these_modules_only() -> None:
+    found = {module: foreign_names(module) for module in SOURCES if module not in STAND_INS}
+    assert {module: names for module, names in found.items() if names} == PRIVATE_NAMES
+
+
+def test_the_readme_and_the_metadata_say_what_was_tested_and_when() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    for text in ((ROOT / "README.md").read_text(), pyproject):
+        assert re.search(rf"{', '.join(TESTED_VERSIONS[:-1])} and {TESTED_VERSIONS[-1]}\b.*{TESTED_ON}", text)
+    oldest = TESTED_VERSIONS[0].rpartition(".")[0]
+    assert f"torch>={oldest}" in tomllib.loads(pyproject)["project"]["dependencies"]
