@@ -14,6 +14,7 @@ SMALL = ["--parameters", "131072", "--buckets", "2", "--compute-ms", "5,10", "-n
 
 
 @pytest.mark.usefixtures("emulation")
+@pytest.mark.slow
 def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     file, markdown = tmp_path / "runtime.json", tmp_path / "runtime.md"
     places = ["--nodes", "2", "--rates", "100mbit,200mbit", "--calibrate", "2:100mbit"]

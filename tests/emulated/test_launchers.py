@@ -4,6 +4,7 @@ import pytest
 
 from bench.cluster import Cluster
 from bench.launchers import Launcher, is_installed
+from tests.slow import slow_but
 
 PAYLOAD_NBYTES = 4_000_000
 
@@ -50,7 +51,7 @@ dist.destroy_process_group()
 PROGRAMS: dict[Launcher, str] = {"openmpi": MPI_PROGRAM, "mpich": MPI_PROGRAM, "torchrun": GLOO_PROGRAM}
 
 
-@pytest.fixture(params=list(PROGRAMS))
+@pytest.fixture(params=slow_but(["openmpi", "torchrun"], PROGRAMS))
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     name: Launcher = request.param
     if not is_installed(name):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import ClusterSpec, open_cluster
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("emulation")
 
@@ -99,7 +100,7 @@ def test_a_failing_command_passes_its_code_on_and_leaves_nothing(tmp_path: Path)
         assert (tool.living(), tool.folders()) == ([], [])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", slow_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_a_signal_while_ranks_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     with _running(tmp_path, *TWO_NODES, *SLEEPING) as tool:
         tool.wait_for_ranks()
@@ -111,7 +112,7 @@ def test_a_signal_while_ranks_run_leaves_nothing(tmp_path: Path, number: signal.
         assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("made", ["lock", "hosts", "node0-*.pid", "node1-*.pid"])
+@pytest.mark.parametrize("made", slow_but(["node0-*.pid"], ["lock", "hosts", "node0-*.pid", "node1-*.pid"]))
 def test_ctrl_c_during_setup_leaves_nothing(tmp_path: Path, made: str) -> None:
     with _running(tmp_path, *TWO_NODES, *SLEEPING) as tool:
         _wait_until(lambda: any(tmp_path.glob(f"flexcomm-cluster-*/{made}")), made)

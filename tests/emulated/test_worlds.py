@@ -10,6 +10,7 @@ import pytest
 
 from bench.launch import launch_command
 from bench.launchers import LAUNCHERS, Launcher, is_installed
+from tests.slow import slow_but
 
 if TYPE_CHECKING:
     from bench.cluster import Cluster, Finished
@@ -31,7 +32,7 @@ os.write(1, (line + chr(10)).encode())
 """
 
 
-@pytest.fixture(params=LAUNCHERS)
+@pytest.fixture(params=slow_but(["openmpi", "torchrun"], LAUNCHERS))
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     name: Launcher = request.param
     if not is_installed(name):

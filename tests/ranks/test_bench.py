@@ -41,6 +41,7 @@ def test_the_demo_synchronises_exactly_and_says_so(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @needs_openmpi
 def test_transport_measures_what_one_host_can_and_says_what_it_cannot(tmp_path: Path) -> None:
     file = tmp_path / "transport.json"
@@ -51,6 +52,7 @@ def test_transport_measures_what_one_host_can_and_says_what_it_cannot(tmp_path: 
     assert set(report["unmeasured"]) == {"overlap_native", "overlap_python"}
 
 
+@pytest.mark.slow
 def test_startup_reports_the_ratio_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "startup.json"
     done = run_bench("startup", "--quick", "--json", str(file))

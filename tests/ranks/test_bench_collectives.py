@@ -18,6 +18,7 @@ from bench.collectives_arguments import parse_compressor
 from bench.collectives_measure import Case, Row, measure, verify
 from bench.collectives_methods import AllReduce, Cost, Method, Plan, Sync
 from tests.ranks.processes import run_ranks
+from tests.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[2]
 # Kernels that were never compiled on this machine are compiled by every rank at once.
@@ -32,6 +33,7 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_every_column_and_find_nothing_wrong(tmp_path: Path) -> None:
     file, table, plot = tmp_path / "c.json", tmp_path / "c.csv", tmp_path / "c.png"
     files = ["--json", str(file), "--csv", str(table), "--plot", str(plot)]
@@ -72,6 +74,7 @@ def test_ctrl_c_prints_what_there_is_and_exits_with_130() -> None:
     assert "# Avg effective bandwidth, MB/s : all-reduce fp32 " in rest
 
 
+@pytest.mark.slow
 def test_a_step_lists_its_methods_and_those_it_cannot_measure(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     wanted = "demo,all-reduce-bf16,powersgd-1,detonation"
@@ -121,7 +124,7 @@ def count_damage(text: str, ranks: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("text", ["", "demo:k=32", "top_k:rate=1/32", "sign", "dense"])
-@pytest.mark.parametrize(("ranks", "wrong"), [((), 0), ((1,), 2), ((0, 1), 4)])
+@pytest.mark.parametrize(("ranks", "wrong"), slow_but([((1,), 2)], [((), 0), ((1,), 2), ((0, 1), 4)]))
 def test_damaged_elements_are_counted_on_every_rank(text: str, ranks: tuple[int, ...], wrong: int) -> None:
     # Rank 0 damaged alone makes the others differ from it, so only those who are wrong or alone count.
     assert run_ranks(count_damage, 2, text, ranks, ranks_per_node=1) == [wrong, wrong]
@@ -134,7 +137,7 @@ def measure_all(texts: tuple[str, ...]) -> list[int | None]:
         return [measure(method, CASE, world, None).wrong for method in methods]
 
 
-@pytest.mark.parametrize(("size", "ranks_per_node"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "ranks_per_node"), slow_but([(3, 1), (4, 2)], [(1, 1), (2, 2), (3, 1), (4, 2)]))
 def test_nothing_is_wrong_on_any_topology(size: int, ranks_per_node: int) -> None:
     texts = ("demo:k=32", "demo:k=4,values=sign", "top_k:rate=1/32,values=int8", "random_k:rate=1/32", "sign", "dense")
     texts += ("striding:rate=1/16", "threshold:tau=0.003", "threshold:tau=0.5,capacity=None", "demo:k=5,chunk=48")

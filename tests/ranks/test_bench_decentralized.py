@@ -50,6 +50,7 @@ def expected_nbytes() -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_every_node_sends_what_its_schedule_says(tmp_path: Path) -> None:
     expected, out, file = expected_nbytes(), tmp_path / "out", tmp_path / "d.json"
     command = [sys.executable, "-m", "bench", "decentralized", "--quick", "--steps", str(STEPS)]

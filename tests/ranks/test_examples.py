@@ -1,4 +1,4 @@
-"""Every example runs under mpirun and torchrun, learns, compresses, and ends with equal replicas."""
+"""Every example learns, compresses and ends with equal replicas, under torchrun and, marked slow, under mpirun."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.launchers import Launcher, is_installed, mpirun_command
+from tests.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -85,21 +86,24 @@ def test_every_example_is_in_the_table_of_the_page() -> None:
     assert set(re.findall(r"\| \[(\w+)\.py\]\(\1\.py\)", page)) == set(NEEDS)
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "torchrun"])
+@pytest.mark.parametrize("launcher", slow_but(["torchrun"], ["openmpi", "torchrun", "mpich"]))
 @pytest.mark.parametrize("name", ["accelerate_ddp", "lightning_ddp"])
 def test_ddp_examples_learn(name: str, launcher: Launcher) -> None:
     require_falling(run(name, launcher=launcher))
 
 
-@pytest.mark.parametrize(("model", "launcher"), [("gpt2", "openmpi"), ("t5", "torchrun")])
+@pytest.mark.parametrize("launcher", slow_but(["torchrun"], ["openmpi", "torchrun", "mpich"]))
+@pytest.mark.parametrize("model", slow_but(["gpt2"], ["gpt2", "t5"]))
 def test_transformers_learn(model: str, launcher: Launcher) -> None:
     require_falling(run("transformers_fsdp2", f"--model={model}", launcher=launcher))
 
 
-def test_shards_of_two_ranks_learn_on_two_nodes() -> None:
-    require_falling(run("fsdp2", "--route=optimizer", launcher="openmpi", ranks=4, ranks_per_node=2))
+@pytest.mark.parametrize("launcher", slow_but(["torchrun"], ["openmpi", "torchrun", "mpich"]))
+def test_shards_of_two_ranks_learn_on_two_nodes(launcher: Launcher) -> None:
+    require_falling(run("fsdp2", "--route=optimizer", launcher=launcher, ranks=4, ranks_per_node=2))
 
 
+@pytest.mark.slow
 def test_a_saved_run_goes_on_under_another_launcher(tmp_path: Path) -> None:
     before = run("fsdp2", "--route=hook", f"--save={tmp_path}", launcher="torchrun")
     after = run("fsdp2", "--route=hook", f"--resume={tmp_path}", launcher="openmpi")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.launchers import LAUNCHERS, Launcher, is_installed, mpirun_command
+from tests.slow import slow_but
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 90
 
-every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
-every_mpi = pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+every_launcher = pytest.mark.parametrize("launcher", slow_but(["openmpi", "torchrun"], LAUNCHERS))
+every_mpi = pytest.mark.parametrize("launcher", slow_but(["openmpi"], ["openmpi", "mpich"]))
 
 
 def start(launcher: Launcher, command: Sequence[str], ranks: int = 4) -> subprocess.Popen[str]:
@@ -65,7 +66,7 @@ def readme_example(folder: Path) -> Path:
 ONE_LINE = "print(flexcomm.connect(ranks_per_node=2).topology)"
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+@pytest.fixture(scope="module", params=slow_but(["openmpi", "torchrun"], LAUNCHERS))
 def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Launcher, int, str]:
     """How four ranks ended that ran the example of the readme, then one line whose world nobody closes."""
     launcher: Launcher = request.param

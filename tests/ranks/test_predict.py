@@ -68,6 +68,7 @@ def test_ranks_of_a_node_measure_its_legs_too() -> None:
     assert len(spun.slowness) == 2
 
 
+@pytest.mark.slow
 def test_three_nodes_also_pass_on_and_the_odd_one_swaps_with_nobody() -> None:
     found = run_ranks(body_measure, 3, ranks_per_node=1)
     assert [(table.link, table.k) for table in found[0][0].links] == [
@@ -78,6 +79,7 @@ def test_three_nodes_also_pass_on_and_the_odd_one_swaps_with_nobody() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(110)
 def test_alone_it_measures_compute_and_says_that_there_are_no_links(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"

@@ -17,6 +17,7 @@ from flexcomm.errors import DeadlineExceededError, PeerLostError
 from flexcomm.transport import TorchTransport
 from tests.ranks.processes import Outcome, observe_ranks, run_ranks
 from tests.ranks.shapes import Shape
+from tests.slow import slow_but
 
 if TYPE_CHECKING:
     from flexcomm import World
@@ -65,7 +66,7 @@ def lose_patience(world: World) -> None:
             cable._group.set_timeout(timedelta(seconds=PATIENCE_S))
 
 
-@pytest.mark.parametrize("shape", [Shape(2, 2), Shape(3, 1)], ids=str)
+@pytest.mark.parametrize("shape", slow_but([Shape(2, 2)], [Shape(2, 2), Shape(3, 1)]), ids=str)
 def test_a_silent_rank_is_named_by_all_others_with_a_report(shape: Shape, tmp_path: Path) -> None:
     for rank in range(shape.size):
         os.mkfifo(tmp_path / str(rank))
@@ -143,7 +144,7 @@ def die_if(world: World, *, it_is_time: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("shape", [Shape(2, 1), Shape(2, 2)], ids=str)
+@pytest.mark.parametrize("shape", slow_but([Shape(2, 2)], [Shape(2, 1), Shape(2, 2)]), ids=str)
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_survivors_of_a_sync_have_all_of_it_or_nothing(when: str, shape: Shape) -> None:
     outcomes = observe_ranks(lose_a_rank, shape.size, when, ranks_per_node=shape.ranks_per_node)
