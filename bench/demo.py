@@ -1,91 +1,116 @@
-"""``python -m bench demo``: four ranks on two nodes of this host synchronise a tensor and show what each holds.
+"""``python -m bench demo``: a small GPT trained for equal seconds over slow links, by AdamW and three of our methods.
 
-The ranks run :func:`synchronise` of this file under a real ``mpirun``; rank 0 writes down what all of them report.
+Links are real ones of an emulated cluster, as root; else they are paced in software (``flexcomm.testing.pace``). Either
+way the ranks are those of ``bench train``.
 """
 
-import json
-import sys
-import tempfile
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Annotated, Literal
 
 import typer
 
-from bench.errors import BenchError
+import flexcomm
+from bench.cluster import ClusterSpec, open_cluster
+from bench.cluster_command import RanksOption
+from bench.demo_show import BASELINE, HEADLINE, LABELS, chart, conclusion, draw, sooner, tabulate, title
+from bench.demo_watch import watching
+from bench.errors import BenchError, UsageError
 from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
-from bench.loopback import run_on_loopback
-from bench.tables import print_table
+from bench.train_conduct import Contest, check_settings, plan_settings, run_contest
+from bench.train_corpus import load_corpus
+from bench.train_options import OutOption
+from bench.train_plan import Links, Run, Settings
+from bench.train_summary import Summary
+from bench.train_trainee import make_trainee
 
-if TYPE_CHECKING:
-    from flexcomm import Topology
+_EVAL_WINDOWS = 64
+_FIGURES = frozenset({"sooner", "total_s", "replicas_differ"})
+_CONTEST = Contest("demo", BASELINE, tabulate, watching, draw, title)
 
-_NODES = 2
-_RANKS_PER_NODE = 2
-_COLUMNS = ("rank", "node", "local rank", "before", "after", "wrong")
-
-
-class DemoFailedError(BenchError):
-    """The ranks ended without a result; what they printed says why."""
-
-    exit_code = 1
+LinksOption = Annotated[
+    Literal["auto", "paced", "namespaces"],
+    typer.Option(help="Links paced in software, or network namespaces (root); auto: namespaces where they work."),
+]
+RateOption = Annotated[str, typer.Option(metavar="RATE", help="Of each node's link, in each direction.")]
+SecondsOption = Annotated[float, typer.Option(help="How long each method trains.")]
 
 
-def demo(json_file: JsonOption = None, quick: QuickOption = False, check: CheckOption = False) -> None:  # noqa: ARG001
-    """Start four ranks as two nodes under mpirun, and check the tensor they synchronise."""
-    rows = _run_ranks()
-    print_table(
-        f"{len(rows)} ranks on {_NODES} nodes: the mean of their tensors",
-        _COLUMNS,
-        [tuple(str(row[column]) for column in _COLUMNS) for row in rows],
-        sys.stdout,
+def demo(
+    links: LinksOption = "auto",
+    rate: RateOption = "10mbit",
+    seconds: SecondsOption = 15.0,
+    ranks_per_node: RanksOption = 1,
+    out: OutOption = None,
+    json_file: JsonOption = None,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+) -> None:
+    """Train a small GPT on two nodes over slow links, and show who learns how much in the same seconds."""
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"got --seconds {seconds}, needed a number above 0.")
+    settings = plan_settings(
+        "tiny" if quick else "demo",
+        1,
+        None,
+        1,
+        shard=False,
+        nodes=2,
+        ranks_per_node=ranks_per_node,
+        launcher="torchrun",
+        rate=rate,
+        links="paced",
+        seconds=min(seconds, 1.0) if quick else seconds,
     )
-    wrong = sum(int(str(row["wrong"])) for row in rows)
-    print("every rank holds the exact mean" if wrong == 0 else f"{wrong} elements are wrong")
-    report = Report("demo", frozenset({"wrong"}), {"wrong": float(wrong)}, rows)
-    missed_code = conclude(report, json_file=json_file, check=check)
-    raise typer.Exit(missed_code or int(wrong > 0))
+    settings = replace(settings, eval_windows=_EVAL_WINDOWS)
+    methods = (BASELINE, HEADLINE) if quick else tuple(LABELS)
+    check_settings(settings, ())
+    settings = replace(settings, links=find_links(links, settings))
+    prepare_kernels(methods, settings)
+    begin_s = time.perf_counter()
+    summaries = run_contest(_CONTEST, settings, methods, None, "0", out)
+    total_s = time.perf_counter() - begin_s
+    print(chart(summaries))
+    print(conclusion(summaries))
+    print(f"all of it took {total_s:.0f} s, kernels not counted", flush=True)
+    report = make_report(summaries, settings, total_s, quick=quick)
+    raise typer.Exit(conclude(report, json_file=json_file, check=check))
 
 
-def _run_ranks() -> list[dict[str, object]]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "bench.demo", str(result)]
-        print(f"mpirun -n {_NODES * _RANKS_PER_NODE} python -m bench.demo {result}", flush=True)
-        code = run_on_loopback(command, nodes=_NODES, ranks_per_node=_RANKS_PER_NODE, launcher="openmpi")
-        if code or not result.exists():
-            raise DemoFailedError(f"the ranks ended with exit code {code} and left no result; see above.")
-        rows: list[dict[str, object]] = json.loads(result.read_text())
-        return rows
+def find_links(asked: Literal["auto", "paced", "namespaces"], settings: Settings) -> Links:
+    """Return where links come from, after trying whether this machine has network namespaces."""
+    if asked != "auto":
+        return asked
+    try:
+        with open_cluster(ClusterSpec(settings.nodes, settings.ranks_per_node, str(settings.rate))):
+            return "namespaces"
+    except BenchError as error:
+        print(f"links are paced in software: {error}", flush=True)
+        return "paced"
 
 
-def synchronise(result: Path) -> None:
-    """What every rank does: sum inside the node, sum its share between nodes, and collect the shares again."""
-    import torch
-
-    import flexcomm
-
-    torch.set_num_threads(1)
-    with flexcomm.connect(ranks_per_node=_RANKS_PER_NODE, timeout_s=60) as world:
-        place = world.topology
-        before = torch.arange(4.0) + place.rank
-        share = world.intra.reduce_scatter(before.view(place.local_size, -1)).wait()
-        share = world.inter.all_reduce(share).wait() / place.size
-        after = world.intra.all_gather(share).wait().view(-1)
-
-        # Whole numbers, whose mean over four ranks is exact: rank r holds 0..3 shifted by r.
-        expected = torch.arange(4.0) + (place.size - 1) / 2
-        wrong = (after != expected).sum().view(1).float()
-        held = world.control.all_gather(torch.cat([before, after, wrong])).wait().tolist()
-        if place.rank == 0:
-            rows = [_row(replace(place, rank=rank), numbers) for rank, numbers in enumerate(held)]
-            result.write_text(json.dumps(rows))
+def prepare_kernels(methods: Sequence[str], settings: Settings) -> None:
+    """Have the CPU kernels of all methods compiled, by a step of each in this process, before anything is timed."""
+    print("preparing the CPU kernels (compiled once per machine, which takes about 40 s) ...", end=" ", flush=True)
+    begin_s = time.perf_counter()
+    corpus = load_corpus()
+    with flexcomm.connect() as world:
+        for method in methods:
+            make_trainee(Run(method, 1e-6, 0), replace(settings, size="tiny"), corpus, world).step(0)
+    print(f"took {time.perf_counter() - begin_s:.0f} s", flush=True)
 
 
-def _row(place: "Topology", numbers: list[float]) -> dict[str, object]:
-    shown = {"rank": place.rank, "node": place.node, "local rank": place.local_rank}
-    return {**shown, "before": numbers[:4], "after": numbers[4:8], "wrong": int(numbers[8])}
-
-
-if __name__ == "__main__":
-    synchronise(Path(sys.argv[1]))
+def make_report(summaries: Sequence[Summary], settings: Settings, total_s: float, *, quick: bool) -> Report:
+    """Return how much sooner FlexDeMo was, or why that is not known, and a row for each method."""
+    figures = {"total_s": total_s, "replicas_differ": float(sum(not one.replicas_equal for one in summaries))}
+    times = sooner(summaries).get(HEADLINE)
+    unmeasured = {}
+    if quick:
+        unmeasured["sooner"] = "--quick trains too little, and too small a model"
+    elif times is None:
+        unmeasured["sooner"] = f"{HEADLINE} did not reach the loss of {BASELINE}"
+    else:
+        figures["sooner"] = times
+    rows = [{**asdict(one), "loss": one.loss} for one in summaries]
+    return Report("demo", _FIGURES, figures, rows, asdict(settings), unmeasured)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,11 +36,14 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Contest:
-    """A command that trains: its name, the method that others stand beside, and how it shows what came of them."""
+    """A command that trains: its name, the method that others stand beside, and how it shows what comes of them."""
 
     name: str
     baseline: str
     tabulate: Callable[[Sequence[Summary]], Table]
+    watch: Callable[[Plan, Path], AbstractContextManager[None]] = watching
+    draw: Callable[[Sequence[Summary], str, Path, str], None] = draw_plot
+    title: Callable[[Settings], str] = lambda settings: describe(settings)
 
 
 # Any: fields of Settings, which checks their names.
@@ -89,7 +93,7 @@ def run_contest(
         print(f"lr of {name}: {choice.lr:g} ({choice.source})")
     folder = _folder(out, contest)
     try:
-        _train_all(plan, folder)
+        _train_all(contest, plan, folder)
     finally:
         summaries = _summaries(plan, folder)
         if summaries:
@@ -106,7 +110,7 @@ def sweep_rates(
     """Try all learning rates, and write the losses down, even if it was interrupted."""
     plan, folder = Plan(settings, plan_sweep(methods, lr)), _folder(out, contest)
     try:
-        _train_all(plan, folder)
+        _train_all(contest, plan, folder)
     finally:
         found: dict[str, dict[float, float | None]] = {}
         for one in _summaries(plan, folder):
@@ -114,10 +118,10 @@ def sweep_rates(
         _show_sweep(save_sweep(settings, found))
 
 
-def _train_all(plan: Plan, folder: Path) -> None:
+def _train_all(contest: Contest, plan: Plan, folder: Path) -> None:
     save_plan(plan, folder)
     print(f"records: {folder}/*.jsonl", flush=True)
-    with watching(plan, folder):
+    with contest.watch(plan, folder):
         code = start_ranks(plan.settings, folder)
     if code:
         raise BenchError(f"the ranks ended with exit code {code}; see above. What they noted is in {folder}.")
@@ -130,7 +134,7 @@ def _summaries(plan: Plan, folder: Path) -> list[Summary]:
 def _show(contest: Contest, summaries: Sequence[Summary], settings: Settings, folder: Path) -> None:
     table = contest.tabulate(summaries)
     print()
-    print_table(describe(settings), table.columns, table.rows, sys.stdout)
+    print_table(contest.title(settings), table.columns, table.rows, sys.stdout)
     print(table.legend)
     for one in summaries:
         for reason in one.diverged:
@@ -142,7 +146,7 @@ def _draw(contest: Contest, summaries: Sequence[Summary], settings: Settings, fi
     if not can_draw():
         print("no plot: it needs matplotlib, the extra `report`: `pip install '.[report]'` in the checkout")
     elif find_common_loss(summaries) is not None:
-        draw_plot(summaries, describe(settings), file, contest.baseline)
+        contest.draw(summaries, contest.title(settings), file, contest.baseline)
         print(f"plot: {file}", flush=True)
 
 
@@ -159,14 +163,15 @@ def _show_sweep(known: Mapping[str, Swept]) -> None:
 
 def describe(settings: Settings) -> str:
     """Return what was trained, in a line."""
-    link = "one host" if settings.rate is None else f"links of {settings.rate}"
+    link = "one host" if settings.rate is None else f"links of {settings.rate} ({settings.links})"
     held = "sharded in the node" if settings.shard else "whole on every rank"
     tokens = settings.windows * find_size(settings.size).context
     paced = f", {settings.compute_ms:g} ms of computing" if settings.compute_ms else ""
+    length = f"{settings.steps} steps" if settings.seconds is None else f"{settings.seconds:g} s"
     slowed = f", one node {settings.straggler_percent:g} % slower" if settings.straggler_percent else ""
     return (
         f"{settings.size} GPT, {held}, {settings.nodes} nodes x {settings.ranks_per_node} ranks ({settings.launcher}), "
-        f"{link}, {settings.steps} steps of {tokens} bytes a rank{paced}{slowed}"
+        f"{link}, {length}, {tokens} bytes a rank and step{paced}{slowed}"
     )
 
 

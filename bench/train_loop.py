@@ -5,16 +5,19 @@ All ranks decide alike, from numbers that all of them hold, so none is left wait
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from bench.collectives import describe_world
 from bench.step_measure import hold_same_bits
+from bench.train_lineup import LINEUP
+from bench.train_plan import EVALUATIONS, INTERVALS, Settings
 from bench.train_records import Ending, Evaluation, Interval, Record, Start
+from bench.train_schedule import Forecast
 from bench.train_trainee import Trainee
 from flexcomm import NonFiniteError, SyncError, Topology, World
 
@@ -58,16 +61,42 @@ def train(trainee: Trainee, note: Callable[[Record], None]) -> None:
 
 
 def _train_to_the_end(trainee: Trainee, totals: Totals, note: Callable[[Record], None]) -> None:
-    settings = trainee.settings
     note(_evaluate(trainee, totals))
-    for begin, end in pairwise(settings.stops()):
-        seen = train_between(trainee, begin, end)
+    stops = _stops_by_step(trainee.settings) if trainee.forecast is None else _stops_by_time(trainee, trainee.forecast)
+    for end, evaluates in stops:
+        begin, seen = totals.step, train_between(trainee, totals.step, end)
         totals.step, totals.train_s = end, totals.train_s + seen.train_s
         totals.sent_nbytes += seen.sent_nbytes
         totals.compute_s += seen.compute_s
-        if settings.evaluates_at(end):
+        if trainee.forecast is not None:
+            trainee.forecast.update(end, totals.train_s)
+        if evaluates():
             note(_evaluate(trainee, totals))
         note(_interval(trainee, seen, begin, end))
+
+
+def _stops_by_step(settings: Settings) -> Iterator[tuple[int, Callable[[], bool]]]:
+    """Yield the steps at which a run is looked at, each with whether it is evaluated there."""
+    for end in settings.stops()[1:]:
+        yield end, partial(settings.evaluates_at, end)
+
+
+def _stops_by_time(trainee: Trainee, forecast: Forecast) -> Iterator[tuple[int, Callable[[], bool]]]:
+    """Yield the same for a run that lasts some seconds, as the forecast that its caller updates tells."""
+    rounds = LINEUP[trainee.run.method].meets_every
+    evaluated_s = 0.0
+
+    def is_over() -> bool:
+        return forecast.steps_left(forecast.seconds) < rounds / 2
+
+    def evaluates() -> bool:
+        return is_over() or forecast.train_s >= evaluated_s + forecast.seconds / EVALUATIONS
+
+    while not is_over():
+        steps = rounds * max(1, round(forecast.steps_left(forecast.seconds / INTERVALS) / rounds))
+        yield forecast.step + steps, evaluates
+        if evaluates():
+            evaluated_s = forecast.train_s
 
 
 def train_between(trainee: Trainee, begin: int, end: int) -> Seen:

@@ -109,6 +109,7 @@ _ALONE = {"exchange_every": _LOCAL_STEPS, "nonfinite": "skip"}
 
 _TABLE = (
     Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", adamw(dense(torch.float32)), ADAMW_GRID),
+    Method("adamw-bf16", "torch's AdamW on the mean gradient, sent as bf16", adamw(dense(torch.bfloat16)), ADAMW_GRID),
     Method("muon", "Muon on the mean gradient, sent as fp32", _muon(dense(torch.float32)), _MUON_GRID),
     Method("flexdemo-k8", "FlexDeMo, demo(k=8)", _flexdemo(demo(8)), _SIGN_GRID),
     Method("flexdemo-k32", "FlexDeMo, demo(k=32)", _flexdemo(demo(32)), _SIGN_GRID),

@@ -30,10 +30,13 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "tiny": Size(width=64, heads=2, layers=2, context=64, windows=4),
+    "demo": Size(width=96, heads=3, layers=3, context=64, windows=2),
     "small": Size(width=128, heads=4, layers=4, context=128, windows=4),
     "wide": Size(width=320, heads=5, layers=4, context=128, windows=1),
 }
-"""``tiny`` tries the command out; ``wide`` has 5 M parameters and few bytes a step, so that links dominate."""
+"""``tiny`` tries the command out, ``demo`` is for ``bench demo``; ``wide`` has 5 M parameters and few bytes a step, so
+that links dominate.
+"""
 
 
 def find_size(name: str) -> Size:

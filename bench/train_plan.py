@@ -3,13 +3,23 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 _FILE = "plan.json"
+INTERVALS = 48
+EVALUATIONS = 16
+"""How often a run that lasts some seconds is looked at."""
+
+Links = Literal["namespaces", "paced"]
 
 
 @dataclass(frozen=True)
 class Settings:
     """What all runs have in common. Every rank takes ``windows`` windows for a step.
+
+    With ``rate``, links between nodes have that rate: that of the ``namespaces`` of an emulated cluster, or of ranks on
+    this host whose transports are ``paced``. With ``seconds``, a run takes as many steps as fit into so much training;
+    ``steps``, ``log_every`` and ``eval_every`` do not matter then.
 
     The rest is for ``bench decentralized``: optimizers that accumulate do so over ``accumulate`` steps; a step's
     forward and backward pass last ``compute_ms`` at least, and ``straggler_percent`` longer on one node in every step.
@@ -29,6 +39,8 @@ class Settings:
     accumulate: int = 4
     compute_ms: float = 0.0
     straggler_percent: float = 0.0
+    links: Links = "namespaces"
+    seconds: float | None = None
 
     @property
     def ranks(self) -> int:

@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 
 import flexcomm
+from bench.rates import parse_rate
 from bench.train_corpus import Corpus, load_corpus
 from bench.train_loop import train
-from bench.train_plan import Plan, Run, load_plan
+from bench.train_plan import Plan, Run, Settings, load_plan
 from bench.train_records import Record, file_of, write_record
 from bench.train_trainee import make_trainee
 from flexcomm import World
+from flexcomm.testing import pace
 
 
 def run_plan(plan: Plan, folder: Path, world: World) -> None:
@@ -43,6 +45,13 @@ def warm_up(plan: Plan, corpus: Corpus, world: World) -> None:
         trainee.evaluate()
 
 
+def over_links(settings: Settings, world: World) -> World:
+    """Return ``world``, paced if that is how its links get their rate."""
+    if settings.rate is None or settings.links != "paced":
+        return world
+    return pace(world, rate_bits_per_s=parse_rate(settings.rate))
+
+
 @contextmanager
 def notes_of(run: Run, folder: Path, world: World) -> Iterator[Callable[[Record], None]]:
     """Hold what takes a run's records: on rank 0 a file, elsewhere nothing."""
@@ -55,8 +64,9 @@ def notes_of(run: Run, folder: Path, world: World) -> Iterator[Callable[[Record]
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    plan = load_plan(folder)
     with flexcomm.connect() as world:
-        run_plan(load_plan(folder), folder, world)
+        run_plan(plan, folder, over_links(plan.settings, world))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the ranks of a command that trains run: as nodes of this host, or on an emulated cluster if a rate is given."""
+"""Where the ranks of a command that trains run: as nodes of this host, or on an emulated cluster of some rate."""
 
 import os
 import sys
@@ -20,7 +20,8 @@ def check_start(settings: Settings) -> None:
     find_launcher(parse_launcher(settings.launcher))
     if settings.rate is not None:
         ClusterSpec(settings.nodes, settings.ranks_per_node, settings.rate)
-        check_available()
+        if settings.links == "namespaces":
+            check_available()
 
 
 def _check_not_a_rank() -> None:
@@ -38,7 +39,7 @@ def start_ranks(settings: Settings, folder: Path) -> int:
     command = [sys.executable, "-m", "bench.train_rank", str(folder.resolve())]
     launcher = parse_launcher(settings.launcher)
     nodes, ranks_per_node = settings.nodes, settings.ranks_per_node
-    if settings.rate is None:
+    if settings.rate is None or settings.links == "paced":
         return run_on_loopback(command, nodes=nodes, ranks_per_node=ranks_per_node, launcher=launcher)
     with open_cluster(ClusterSpec(nodes, ranks_per_node, settings.rate)) as cluster:
         return cluster.run_attached(command, launcher=launcher)

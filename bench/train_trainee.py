@@ -15,8 +15,8 @@ from bench.train_corpus import Corpus, draw_batch, spread_windows
 from bench.train_lineup import LINEUP
 from bench.train_model import Size, build_model, find_size, loss_of, shard_inside_node_
 from bench.train_pace import Pace
-from bench.train_plan import Run, Settings
-from bench.train_schedule import warm_up_then_cosine
+from bench.train_plan import INTERVALS, Run, Settings
+from bench.train_schedule import Forecast, warm_up_then_cosine
 from flexcomm import World
 from flexdemo import Decentralized
 from flexdemo.parameters import local
@@ -30,7 +30,8 @@ _MOST_NORM = 1.0
 class Trainee:
     """One rank's part of a model in training.
 
-    ``gradient_elements`` is what it holds of gradients before a step; ``compute_s`` what its passes took so far.
+    ``forecast`` is there where a run lasts some seconds; ``gradient_elements`` is what it holds of gradients before a
+    step, ``compute_s`` what its passes took so far.
     """
 
     run: Run
@@ -41,6 +42,7 @@ class Trainee:
     optimizer: Optimizer
     schedule: LambdaLR
     pace: Pace
+    forecast: Forecast | None = None
     gradient_elements: int = 0
     compute_s: float = 0.0
 
@@ -125,5 +127,9 @@ def make_trainee(run: Run, settings: Settings, corpus: Corpus, world: World) -> 
     pace = Pace(settings, run.seed, world)
     pace.attach(model)
     trained, optimizer = LINEUP[run.method].make(model, world, run.lr, settings)
-    schedule = LambdaLR(optimizer, warm_up_then_cosine(settings.steps))
-    return Trainee(run, settings, corpus, world, trained, optimizer, schedule, pace)
+    forecast = None
+    factor = warm_up_then_cosine(settings.steps)
+    if settings.seconds is not None:
+        forecast = Forecast(settings.seconds, step_s=settings.seconds / INTERVALS)
+        factor = forecast.warm_up_then_cosine
+    return Trainee(run, settings, corpus, world, trained, optimizer, LambdaLR(optimizer, factor), pace, forecast)

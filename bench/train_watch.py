@@ -53,15 +53,28 @@ class _Plain:
 @contextmanager
 def watching(plan: Plan, folder: Path) -> Iterator[None]:
     """Show what the ranks note in ``folder`` until the block ends, and then the rest of it."""
-    with _display(len(plan.runs) * plan.settings.steps) as display:
-        done = Event()
-        watcher = Thread(target=_watch, args=(Reader(plan, folder), display, done), daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
+    lines = Lines()
+
+    def show(run: Run, steps: int, record: Record) -> None:
+        for line in lines.of(record):
+            display.show(line)
+        display.advance(steps, run)
+
+    with _display(len(plan.runs) * plan.settings.steps) as display, following(plan, folder, show):
+        yield
+
+
+@contextmanager
+def following(plan: Plan, folder: Path, take: Callable[[Run, int, Record], None]) -> Iterator[None]:
+    """Hand each new record in ``folder`` to ``take``, as :class:`Reader` yields them, until the block ends."""
+    done = Event()
+    watcher = Thread(target=_follow, args=(Reader(plan, folder), take, done), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
 
 
 class Reader:
@@ -84,15 +97,12 @@ class Reader:
         return record.step if isinstance(record, Interval | Evaluation) else self._plan.settings.steps
 
 
-def _watch(reader: Reader, display: Display, done: Event) -> None:
-    lines = Lines()
+def _follow(reader: "Reader", take: Callable[[Run, int, Record], None], done: Event) -> None:
     finished = False
     while not finished:
         finished = done.wait(_LOOK_EVERY_S)
         for run, steps, record in reader.take():
-            for line in lines.of(record):
-                display.show(line)
-            display.advance(steps, run)
+            take(run, steps, record)
 
 
 class Lines:

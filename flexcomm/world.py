@@ -117,6 +117,26 @@ class World:
         intra, inter = self._lay_again()
         return replace(self, intra=intra, inter=inter, _agreement_between=Agreement(inter), _closers=[])
 
+    def with_transports(
+        self, *, inter: Callable[[Transport], Transport], control: Callable[[Transport], Transport]
+    ) -> World:
+        """Return the same ranks with other transports across nodes; either world closes both. All ranks call it.
+
+        Args:
+            inter: returns what is used in place of ``inter``, and of every later clone of it.
+            control: returns what is used in place of ``control``.
+
+        """
+        new_inter, new_control = inter(self.inter), control(self.control)
+        return replace(
+            self,
+            inter=new_inter,
+            control=new_control,
+            _agreement=Agreement(new_control),
+            _agreement_between=Agreement(new_inter),
+            _lay_again=None if self._lay_again is None else cloning(self._lay_again, inter),
+        )
+
     def at_close(self, closer: Callable[[], None]) -> None:
         """Have ``closer`` called first when this world is closed."""
         self._closers.append(closer)
@@ -133,6 +153,18 @@ class World:
     ) -> None:
         if kind is None:
             self.close()
+
+
+def cloning(
+    clone: Callable[[], tuple[Transport, Transport]], inter: Callable[[Transport], Transport]
+) -> Callable[[], tuple[Transport, Transport]]:
+    """Return ``clone``, with ``inter`` of the second transport that it makes."""
+
+    def clone_both() -> tuple[Transport, Transport]:
+        intra_clone, inter_clone = clone()
+        return intra_clone, inter(inter_clone)
+
+    return clone_both
 
 
 def close_all(closers: list[Callable[[], None]]) -> None:
