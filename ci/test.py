@@ -32,6 +32,8 @@ GRACE_S = 10
 BUDGET_S = {False: 360, True: 3600}
 """What the tests, and all tests, may take on two cores with nothing else to do. It is compared with, not enforced."""
 COUNTS = ("passed", "failed", "skipped")
+MANY_MUTATIONS = 200_000
+"""How many damaged payloads the slow tests try."""
 SLOWEST = 10
 LONG_TEST_S = 5.0
 MPI_SIZES: dict[Launcher, tuple[int, ...]] = {"openmpi": (1, 3, 4), "mpich": (4,)}
@@ -86,8 +88,8 @@ def all_suites(*, slow: bool) -> list[Suite]:
 
 def pytest_command(name: str, *, slow: bool) -> tuple[list[str], dict[str, str]]:
     """Return a run of one folder. One thread a process: several of them share a core."""
-    options = ["--runslow"] if slow else []
-    return [sys.executable, "-m", "pytest", "-q", *options, f"tests/{name}"], {"OMP_NUM_THREADS": "1"}
+    options, env = (["--runslow"], {"FLEXCOMM_MUTATIONS": str(MANY_MUTATIONS)}) if slow else ([], {})
+    return [sys.executable, "-m", "pytest", "-q", *options, f"tests/{name}"], {"OMP_NUM_THREADS": "1", **env}
 
 
 def parallel_command(name: str, *, slow: bool, dist: str = "worksteal") -> tuple[list[str], dict[str, str]]:

@@ -430,7 +430,7 @@ def test_what_was_not_sent_is_refused_or_is_a_payload_like_any_other(
     assert way(make_victim(name), quota(way)) == quota(way)
 
 
-@pytest.mark.skipif(CASES != DEFAULT_CASES, reason="FLEXCOMM_MUTATIONS asks for another number")
+@pytest.mark.skipif(CASES < DEFAULT_CASES, reason="FLEXCOMM_MUTATIONS asks for fewer")
 def test_enough_is_tried() -> None:
     assert sum(quota(way) for way in WAYS) * len(BUCKETS) >= FEWEST_CASES
 
@@ -448,7 +448,7 @@ def test_threads_refuse_and_decode_what_one_would(name: str, monkeypatch: pytest
         assert way(victim, count) == count
 
 
-@pytest.mark.skipif(CASES == DEFAULT_CASES, reason="compiles for half a minute: set FLEXCOMM_MUTATIONS=22000")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_index_leaves_its_array() -> None:
     """numba checks bounds only if told so before it compiles; what it compiled otherwise is not used."""
