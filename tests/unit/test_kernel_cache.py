@@ -20,8 +20,7 @@ import numba
 import numpy as np
 import pytest
 
-from flexcomm.kernels.cpu import cache, sharing
-from flexcomm.kernels.cpu.cache import CACHE_VARIABLE, Entry, cache_folders
+from flexcomm.kernels.cpu.cache import CACHE_VARIABLE, Entry, cache_folders, files, sharing
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -42,7 +41,7 @@ COMPILING = "compiling kernel add_up"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of our own; nothing was said yet, and nothing is in the folder for temporary files."""
-    cache.warn_once.cache_clear()
+    files.warn_once.cache_clear()
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
@@ -126,11 +125,11 @@ def test_other_sources_and_other_flags_are_other_entries(folder: Path, tmp_path:
 
 def test_a_killed_compiler_leaves_nothing_broken(folder: Path, tmp_path: Path) -> None:
     die = """
-from flexcomm.kernels.cpu import cache
+from flexcomm.kernels.cpu.cache import files
 def die(path, content):
     path.with_name(path.name + ".half.tmp").write_bytes(content[:100])
     os.kill(os.getpid(), signal.SIGKILL)
-cache._replace = die
+files._replace = die
 """
     killed = start(tmp_path / "one", before=die).process
     killed.join(60)
@@ -168,7 +167,7 @@ def test_who_waits_says_for_whom_and_how_long(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.usefixtures("folder")
 def test_waiting_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(cache, "_LONGEST_WAIT_S", 0.03)
+    monkeypatch.setattr(files, "_LONGEST_WAIT_S", 0.03)
     entry = Entry("k", "key/k")
     caplog.set_level(logging.INFO, "flexcomm")
     with entry.compiling(), entry.compiling():
@@ -186,7 +185,7 @@ def test_a_file_system_without_locks_works(
     def refuse(_file: object, _how: int) -> None:
         raise OSError(errno, os.strerror(errno))
 
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     for name in ("key/a", "key/b"):
         entry = Entry("k", name)
         with entry.compiling():
@@ -200,14 +199,14 @@ def test_a_folder_that_cannot_be_written_is_read_and_the_temporary_one_written(
 ) -> None:
     there, new = Entry("k", "key/there"), Entry("k", "key/new")
     there.write(b"code")
-    replace = cache._replace
+    replace = files._replace
 
     def refuse(path: Path, content: bytes) -> None:
         if path.is_relative_to(folder):
             raise OSError(30, os.strerror(30))
         replace(path, content)
 
-    monkeypatch.setattr(cache, "_replace", refuse)
+    monkeypatch.setattr(files, "_replace", refuse)
     new.write(b"other code")
     assert (there.read(), new.read()) == (b"code", b"other code")
     assert [path.name for path in files_of(folder)] == ["there"]
@@ -268,7 +267,7 @@ def test_the_users_cache_folder_is_the_default(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_numba_without_the_names_we_need_compiles_uncached(caplog: pytest.LogCaptureFixture) -> None:
-    cache.warn_once.cache_clear()
+    files.warn_once.cache_clear()
     dispatcher = SimpleNamespace(compile=None)
     sharing.share(dispatcher, "sources")
     assert "no _cache, overloads, py_func" in caplog.text

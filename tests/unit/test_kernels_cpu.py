@@ -25,7 +25,8 @@ from flexcomm.kernels import (
     ValueCode,
     choose_kernels,
 )
-from flexcomm.kernels.cpu import CpuKernels
+from flexcomm.kernels.ahead import CALLS, compile_ahead
+from flexcomm.kernels.cpu import CpuKernels, checking, decoding, encoding, mixing, surveying
 from flexcomm.kernels.cpu.shares import cut_up
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.coefficients import encode, sent_coefficients
@@ -44,13 +45,32 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
+def signatures() -> dict[str, list[str]]:
+    """What every kernel was compiled for, or loaded for."""
+    modules = (checking, decoding, encoding, mixing, surveying)
+    kernels = {name: getattr(module, name) for module in modules for name in module.__all__}
+    return {name: [str(signature) for signature in kernel.signatures] for name, kernel in kernels.items()}
+
+
+@pytest.fixture(scope="module")
+def compiled_ahead() -> dict[str, list[str]]:
+    for name in CALLS:
+        compile_ahead(name)
+    return signatures()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("law", KERNEL_LAWS, ids=lambda law: law.__name__)
-def test_cpu_kernels_keep_the_law(
-    law: Callable[[Kernels, str], None], threads: int, monkeypatch: pytest.MonkeyPatch
+def test_cpu_kernels_keep_the_law_and_compile_nothing_but_what_is_compiled_ahead(
+    law: Callable[[Kernels, str], None],
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+    compiled_ahead: dict[str, list[str]],
 ) -> None:
+    assert all(compiled_ahead.values()), "every kernel is compiled ahead"
     monkeypatch.setattr(SMALLEST_SHARE, 1)
     law(CpuKernels(threads=threads), "cpu")
+    assert signatures() == compiled_ahead
 
 
 def test_work_is_shared_by_as_many_threads_as_were_given(monkeypatch: pytest.MonkeyPatch) -> None:

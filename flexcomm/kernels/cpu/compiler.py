@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numba
 
-from flexcomm.kernels.cpu.sharing import share
+from flexcomm.kernels.cpu.cache import cache_folders, folder_of, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
     Integers = NDArray[Any]  # of any width
 
-__all__ = ["compiled", "kept", "summing"]
+__all__ = ["compiled", "kept", "kernel_folders", "summing"]
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
@@ -64,7 +64,12 @@ def summing(function: Function) -> Function:
 
 
 def kept(function: Function) -> Function:
-    """Compile a loop that Python calls, once per machine: see :mod:`flexcomm.kernels.cpu.sharing`."""
+    """Compile a loop that Python calls, once per machine: see :mod:`flexcomm.kernels.cpu.cache`."""
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     share(dispatcher, _SOURCES)
     return cast("Function", dispatcher)
+
+
+def kernel_folders() -> list[Path]:
+    """Return where compiled kernels are looked for; see :func:`flexcomm.kernels.cpu.cache.cache_folders`."""
+    return [folder / folder_of(_SOURCES) for folder in cache_folders()]

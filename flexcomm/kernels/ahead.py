@@ -1,0 +1,80 @@
+"""Everything that calls of the CPU kernels can make numba compile, as a few calls that compile it.
+
+Loops are compiled once for all plans and, where they can, for all dtypes: what differs is data to them. So few calls
+are enough, and a test holds this list against the laws that every kernel set goes through.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexcomm.kernels.plan import NO_DRAW, IndexCode, Layout, Selection, TensorPlan, ValueCode
+from flexcomm.kernels.protocol import Momentum, Payload, Survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flexcomm.kernels.cpu import CpuKernels
+
+__all__ = ["CALLS", "compile_ahead"]
+
+_LENGTH = 4
+_PLAN = TensorPlan(1, _LENGTH, 1, _LENGTH, False, Selection.EVERYTHING, _LENGTH, ValueCode.FP32)
+_VARIABLE = TensorPlan(1, _LENGTH, 1, _LENGTH, False, Selection.ABOVE, _LENGTH - 1, ValueCode.FP32)
+_LAYOUT = Layout(IndexCode.BITMAP, 0, 0, _LENGTH, indices=1, scales=2, values=2, nwords=2 + _LENGTH)
+
+
+def _encode(kernels: CpuKernels) -> None:
+    survey = Survey(torch.tensor([_LENGTH - 1]), 0)
+    words = torch.zeros(_LAYOUT.nwords, dtype=torch.int32)
+    kernels.encode_(torch.ones(_LENGTH), words, _VARIABLE, _LAYOUT, NO_DRAW, Momentum(), survey)
+
+
+def _decode(kernels: CpuKernels) -> None:
+    kernels.reader(_words(), [Payload(0, _LAYOUT)], _PLAN).decode_(NO_DRAW, "nodes", torch.empty(_LENGTH))
+
+
+def _survey(kernels: CpuKernels) -> None:
+    kernels.survey(torch.ones(_LENGTH), _VARIABLE, Momentum())
+
+
+def _find_fault(kernels: CpuKernels) -> None:
+    kernels.find_fault(_words(), Payload(0, _LAYOUT), _PLAN)
+
+
+def _check(kernels: CpuKernels) -> None:
+    kernels.checksum(_words(), 0)
+    kernels.read_counts(_words(), _VARIABLE, 0)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        kernels.is_fit(torch.ones(_LENGTH, dtype=dtype))
+
+
+def _mix(kernels: CpuKernels) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        x = torch.ones(_LENGTH, dtype=dtype)
+        for others in (1, 2):
+            kernels.mix_(x, 0.5, [x] * others, [0.25] * others, torch.empty_like(x))
+
+
+def _words() -> torch.Tensor:
+    return torch.zeros(_LAYOUT.nwords, dtype=torch.int32)
+
+
+CALLS: dict[str, Callable[[CpuKernels], None]] = {
+    "encode": _encode,
+    "decode": _decode,
+    "survey": _survey,
+    "mix": _mix,
+    "find_fault": _find_fault,
+    "check": _check,
+}
+"""By name, those that take longest to compile first."""
+
+
+def compile_ahead(name: str) -> None:
+    """Compile what one of the calls needs, unless it is in the cache."""
+    from flexcomm.kernels.cpu import CpuKernels
+
+    CALLS[name](CpuKernels(threads=1))
