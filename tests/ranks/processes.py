@@ -1,6 +1,7 @@
 """Ranks as real processes, with a time limit; the parent tells which rank failed first, and how.
 
-They are forked from a server that has imported torch already, so a start of four takes a fraction of a second.
+They are forked from a server that has imported and loaded everything (``tests/ranks/preload.py``), so that a start of
+four takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -25,10 +26,7 @@ GRACE_S = 10.0
 """How long the other ranks may go on after the first one failed: long enough to see what they make of it."""
 
 context = multiprocessing.get_context("forkserver")
-# The first optimizer of a process imports torch._dynamo, which takes three seconds.
-context.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.checkpoint", "flexcomm.testing", "flexcomm.kernels.cpu", "flexdemo", "pytest"]
-)
+context.set_forkserver_preload(["tests.ranks.preload", "pytest"])
 
 Rank = tuple[Any, Connection]
 """A process (multiprocessing does not name the type of a context's processes) and what its reports come through."""

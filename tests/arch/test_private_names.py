@@ -1,4 +1,4 @@
-"""Private names of torch occur in a few small modules only, and this is the list of them.
+"""Private names of torch and numba occur in a few small modules only, and this is the list of them.
 
 Private is what begins with an underscore, and what only private objects of torch have, which is looked up by
 ``flexcomm.torch_versions.private``. ``torch._foreach_*`` is exempt: torch's own optimizers are written with it.
@@ -23,6 +23,7 @@ SOURCES = {
 STAND_INS = {"tests/unit/test_torch_versions.py", "tests/unit/test_flexdemo_torch_private.py"}
 
 PRIVATE_NAMES = {
+    "flexcomm/kernels/cpu/cache/sharing.py": {"_cache", "_rebuild", "_reduce"},  # numba's
     "flexcomm/ranges.py": {"_is_profiler_enabled"},
     "flexdemo/torch_private/autograd.py": {
         "_execution_engine", "_post_accumulate_grad_hooks", "_version", "queue_callback",
@@ -34,6 +35,7 @@ PRIVATE_NAMES = {
         "gradient_divide_factor", "mp_policy", "padded_sharded_param_size", "reduce_scatter_unused_params",
         "sharded_param",
     },
+    "tests/ranks/preload.py": {"_dynamo"},
 }  # fmt: skip
 NAMED_TUPLE = {"_replace", "_make", "_asdict", "_fields"}
 OF_OTHER_LIBRARIES = {"_Environ", "_local_world_size"}
@@ -76,7 +78,7 @@ def foreign_names(module: str) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(SOURCES[module]):
         if isinstance(node, ast.Attribute):
-            # In the packages, only an object itself uses its private attributes: whoever else does, it is torch's.
+            # In the packages, only an object itself uses its private attributes: others are another library's.
             names |= {node.attr} - (OWN if is_self(node.value) or not packaged else set())
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
             names |= {*node.module.split("."), *(alias.name for alias in node.names)}
@@ -101,7 +103,7 @@ def looked_up(tree: ast.AST) -> set[str]:
     }
 
 
-def test_private_names_of_torch_occur_in_these_modules_only() -> None:
+def test_private_names_of_others_occur_in_these_modules_only() -> None:
     found = {module: foreign_names(module) for module in SOURCES if module not in STAND_INS}
     assert {module: names for module, names in found.items() if names} == PRIVATE_NAMES
 
