@@ -231,7 +231,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--size", "7b"], "needed one of tiny, small, wide"),
+        (["--size", "7b"], "needed one of tiny, demo, small, wide"),
         (["--methods", "adamw"], "needed all, or some of allreduce-adam"),
         (["--steps", "0"], "got --steps 0"),
         (["--seeds", "one"], "got --seeds 'one'"),

@@ -343,13 +343,13 @@ def test_matrices_that_cannot_mix_are_refused_by_name(given: tuple[object, ...],
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize("nodes", [3_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ANY_NUMBER)
-def test_thousands_of_nodes_can_be(recipe: Callable[[int], ScheduleLike], nodes: int) -> None:
-    schedule = recipe(nodes)
+def test_ten_thousand_nodes_can_be(recipe: Callable[[int], ScheduleLike]) -> None:
+    schedule = recipe(10_000)
     phase = schedule.phase(3)
-    assert schedule.nodes == nodes
+    assert schedule.nodes == 10_000
     assert len(schedule.digest) == 32
     assert len(repr(schedule)) < 120
-    assert len(phase.peers(nodes - 1)) < nodes
+    assert len(phase.peers(9_999)) <= 9_999
     assert schedule.report().contraction is None

@@ -23,6 +23,7 @@ import pytest
 from flexcomm.kernels.cpu.cache import CACHE_VARIABLE, Entry, cache_folders, files, sharing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from multiprocessing.context import ForkServerProcess
 
 KERNEL = """
@@ -39,13 +40,14 @@ COMPILING = "compiling kernel add_up"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder of our own; nothing was said yet, and nothing is in the folder for temporary files."""
     files.warn_once.cache_clear()
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    # Not in tmp_path, whose name is too long for the sockets that multiprocessing makes in this folder.
+    with tempfile.TemporaryDirectory() as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+        yield tmp_path / "cache"
 
 
 @dataclass(frozen=True)
