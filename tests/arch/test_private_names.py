@@ -16,7 +16,7 @@ from flexcomm.torch_versions import TESTED_ON, TESTED_VERSIONS
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flexcomm", "flexdemo", "bench")
 SOURCES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(), str(path))
+    path.relative_to(ROOT).as_posix(): list(ast.walk(ast.parse(path.read_text(), str(path))))
     for folder in (*PACKAGES, "tests", "docs", "ci")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
@@ -52,10 +52,10 @@ def is_private(name: str) -> bool:
     )
 
 
-def own_names(tree: ast.AST) -> set[str]:
+def own_names(nodes: list[ast.AST]) -> set[str]:
     """Return the private names that a module of this project defines."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -69,14 +69,14 @@ def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-OWN = {name for tree in SOURCES.values() for name in own_names(tree)}
+OWN = {name for nodes in SOURCES.values() for name in own_names(nodes)}
 
 
 def foreign_names(module: str) -> set[str]:
     """Return the private names in a module that are not this project's."""
     packaged = module.startswith(PACKAGES)
     names: set[str] = set()
-    for node in ast.walk(SOURCES[module]):
+    for node in SOURCES[module]:
         if isinstance(node, ast.Attribute):
             # In the packages, only an object itself uses its private attributes: others are another library's.
             names |= {node.attr} - (OWN if is_self(node.value) or not packaged else set())
@@ -90,13 +90,12 @@ def foreign_names(module: str) -> set[str]:
     return private | looked_up(SOURCES[module])
 
 
-def looked_up(tree: ast.AST) -> set[str]:
+def looked_up(nodes: list[ast.AST]) -> set[str]:
     """Return the names that are looked up as strings; the ones without an underscore are private by their owner."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     return {
         arg.value
-        for call in calls
-        if isinstance(call.func, ast.Name) and call.func.id in LOOKUPS
+        for call in nodes
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in LOOKUPS
         for arg in call.args
         if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
         if is_private(arg.value) or call.func.id == "private"
