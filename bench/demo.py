@@ -40,7 +40,7 @@ SecondsOption = Annotated[float, typer.Option(help="How long each method trains.
 def demo(
     links: LinksOption = "auto",
     rate: RateOption = "10mbit",
-    seconds: SecondsOption = 15.0,
+    seconds: SecondsOption = 13.0,
     ranks_per_node: RanksOption = 1,
     out: OutOption = None,
     json_file: JsonOption = None,

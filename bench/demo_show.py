@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BASELINE = "adamw-bf16"
-HEADLINE = "flexdemo-sign"
+HEADLINE = "flexdemo-k32"
+"""FlexDeMo with the compressor that it has by default."""
 LABELS: Mapping[str, str] = {
     BASELINE: "AdamW, all gradients sent (bf16)",
-    "flexdemo-k32": "FlexDeMo, demo(k=32)",
-    HEADLINE: "FlexDeMo, signs of demo(k=396)",
+    HEADLINE: "FlexDeMo, demo(k=32)",
+    "flexdemo-sign": "FlexDeMo, signs of demo(k=396)",
     "local-muon": "Muon, 5 local steps, 3 bits",
 }
 """The methods, by what a reader calls them."""
 
-_COLORS = {BASELINE: "black", "flexdemo-k32": "tab:blue", HEADLINE: "tab:red", "local-muon": "tab:green"}
-_MARKS = {BASELINE: "A", "flexdemo-k32": "o", HEADLINE: "#", "local-muon": "+"}
+_COLORS = {BASELINE: "black", HEADLINE: "tab:blue", "flexdemo-sign": "tab:red", "local-muon": "tab:green"}
+_MARKS = {BASELINE: "A", HEADLINE: "o", "flexdemo-sign": "#", "local-muon": "+"}
 _ABOVE = 1.3
 """How much of the losses above the baseline's last is shown: nats."""
 _WIDTH, _HEIGHT = 72, 14
@@ -112,8 +113,8 @@ def chart(summaries: Sequence[Summary]) -> str:
     losses = (top - (top - bottom) * row / (_HEIGHT - 1) for row in range(_HEIGHT))
     lines = [f"{loss:5.2f} |{''.join(row).rstrip()}" for loss, row in zip(losses, cells, strict=True)]
     axis = f"      +{'-' * _WIDTH}\n       0 s{f'{end_s:.0f} s':>{_WIDTH - 3}}"
-    legend = "       " + "   ".join(f"{_MARKS[one.method]} {LABELS[one.method]}" for one in drawn)
-    return "\n".join(["", "validation loss", *lines, axis, legend, ""])
+    legend = [f"       {_MARKS[one.method]} {LABELS[one.method]}" for one in drawn]
+    return "\n".join(["", "validation loss", *lines, axis, *legend, ""])
 
 
 def _loss_at(curve: Sequence[Point], seconds: float) -> float | None:
@@ -166,5 +167,6 @@ def _mark_times(axes: "Axes", base: Summary, times: Mapping[str, float]) -> None
             (18, 70 - 18 * number),
             textcoords="offset points",
             color=_COLORS[method],
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
             arrowprops={"arrowstyle": "-", "color": _COLORS[method], "linewidth": 0.8},
         )

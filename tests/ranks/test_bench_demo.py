@@ -28,7 +28,7 @@ def test_the_demo_trains_over_paced_links_and_shows_what_came_of_it(tmp_path: Pa
     assert "FlexDeMo" in done.stdout
     report = json.loads(file.read_text())
     adamw, ours = report["rows"]
-    assert (adamw["method"], ours["method"]) == ("adamw-bf16", "flexdemo-sign")
+    assert (adamw["method"], ours["method"]) == ("adamw-bf16", "flexdemo-k32")
     for row in (adamw, ours):
         assert row["replicas_equal"]
         # However fast the machine is, no step is faster than its bytes pass the link.

@@ -34,7 +34,7 @@ def history(losses: list[float], seconds: float, *, diverged: str = "") -> Histo
 SUMMARIES = summarise(
     {
         Run(BASELINE, 0.1, 0): history([5.0, 4.0, 3.0], 20.0),
-        Run("flexdemo-k32", 0.1, 0): history([5.0, 4.5, 3.5], 20.0),
+        Run("flexdemo-sign", 0.1, 0): history([5.0, 4.5, 3.5], 20.0),
         Run(HEADLINE, 0.1, 0): history([5.0, 3.0, 2.0], 10.0),
         Run("local-muon", 0.1, 0): history([5.0, 4.0], 10.0, diverged="before step 10"),
     }
