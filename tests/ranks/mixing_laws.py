@@ -395,8 +395,8 @@ LAWS |= CONVERGENCES
 
 
 def usual_laws(shape: Shape) -> list[str]:
-    """Of the convergences, which take hundreds of rounds, one on two nodes and half of them on three."""
+    """Of the convergences, which take hundreds of rounds, one on two nodes and every third on three."""
     if shape not in ALWAYS:
         return []
-    usual = list(CONVERGENCES)[:: 2 if shape.nodes > 2 else len(CONVERGENCES)]
+    usual = list(CONVERGENCES)[:: 3 if shape.nodes > 2 else len(CONVERGENCES)]
     return [name for name in LAWS if name not in CONVERGENCES or name in usual]

@@ -22,6 +22,7 @@ from tests.ranks.hook_laws import COMPRESSOR, make_model, require_replicas, shar
 from tests.ranks.laws import cases, keep
 from tests.ranks.processes import run_ranks
 from tests.ranks.shapes import Shape
+from tests.slow import slow_but
 
 if TYPE_CHECKING:
     from flexdemo.training import NodeOptimizer
@@ -101,7 +102,9 @@ def require_close(got: Momenta, expected: Momenta) -> None:
     assert any(x.any() for x in expected.values()), "there is momentum that could be lost"
 
 
-@pytest.mark.parametrize(("kind", "ranks", "others"), [("replicas", 2, 3), ("fsdp2", 2, 3), ("fsdp2", 2, 1)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "others"), slow_but([("fsdp2", 2, 3)], [("replicas", 2, 3), ("fsdp2", 2, 3), ("fsdp2", 2, 1)])
+)
 def test_ranks_per_node_may_change(tmp_path: Path, kind: str, ranks: int, others: int) -> None:
     """On one node: whose momentum it is, is clear."""
     saved = run_ranks(save_run, ranks, str(tmp_path), kind, ranks_per_node=ranks)
@@ -109,7 +112,9 @@ def test_ranks_per_node_may_change(tmp_path: Path, kind: str, ranks: int, others
     require_close(loaded[0], saved[0])
 
 
-@pytest.mark.parametrize(("kind", "nodes", "others"), [("replicas", 2, 4), ("fsdp2", 2, 1)])
+@pytest.mark.parametrize(
+    ("kind", "nodes", "others"), slow_but([("replicas", 2, 4)], [("replicas", 2, 4), ("fsdp2", 2, 1)])
+)
 def test_nodes_get_the_mean_of_all(tmp_path: Path, kind: str, nodes: int, others: int) -> None:
     saved = run_ranks(save_run, nodes, str(tmp_path), kind, ranks_per_node=1)
     mean = {name: np.stack([one[name] for one in saved]).mean(axis=0) for name in saved[0]}
@@ -181,7 +186,10 @@ def load_local(folder: str, kind: str, other_nodes: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "other_nodes"), [("FlexDeMo", "reset"), ("FlexDeMoAdamW", "reset"), ("FlexDeMoAdamW", "mean")]
+    ("kind", "other_nodes"),
+    slow_but(
+        [("FlexDeMoAdamW", "mean")], [("FlexDeMo", "reset"), ("FlexDeMoAdamW", "reset"), ("FlexDeMoAdamW", "mean")]
+    ),
 )
 def test_nodes_that_step_alone_go_on_on_another_number(tmp_path: Path, kind: str, other_nodes: str) -> None:
     """Parameters are what they were, nearly: nodes stand where they met last, or on average."""

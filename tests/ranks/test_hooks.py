@@ -20,6 +20,10 @@ def laws_in(shape: Shape) -> dict[str, Callable[[World], object]]:
     return {law.__name__: law for law in laws_for(shape.size, shape.ranks_per_node)}
 
 
-@pytest.mark.parametrize(("shape", "law"), cases(SHAPES, laws_in))
+def usual_laws(shape: Shape) -> list[str]:
+    return list(laws_in(shape)) if shape == Shape(2, 2) else []
+
+
+@pytest.mark.parametrize(("shape", "law"), cases(SHAPES, laws_in, usual_laws))
 def test_hooks_keep_the_law(shape: Shape, law: str) -> None:
     keep(laws_in(shape)[law], shape)

@@ -164,7 +164,7 @@ world.control.all_reduce(torch.ones(3)).wait()
 """
 
 
-@every_launcher
+@pytest.mark.parametrize("launcher", slow_but(["openmpi"], LAUNCHERS))
 def test_one_rank_that_is_killed_ends_the_job(launcher: Launcher) -> None:
     """Under an MPI nobody survives to raise: mpirun ends the others, and says whom it found dead."""
     start_s = time.monotonic()
@@ -185,7 +185,7 @@ world.control.all_reduce(torch.ones(3)).wait()
 """
 
 
-@every_launcher
+@pytest.mark.parametrize("launcher", slow_but(["openmpi"], LAUNCHERS))
 def test_ctrl_c_leaves_no_process_behind(launcher: Launcher) -> None:
     process = start(launcher, [sys.executable, "-c", WAIT_FOR_EVER], ranks=2)
     assert process.stdout is not None

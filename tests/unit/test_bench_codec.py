@@ -56,6 +56,7 @@ def test_bodies_take_turns_and_the_first_round_does_not_count() -> None:
     assert calls == ["a", "b"] * 3
 
 
+@pytest.mark.slow
 def test_a_run_reports_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "_QUICK", codec.Settings((CHUNK, CHUNK), rounds=1, memory_cases=1, training_steps=3))
     monkeypatch.setattr(codec, "keep_freed_memory", lambda: True)  # the real one would last for all tests

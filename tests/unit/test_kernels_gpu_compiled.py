@@ -15,12 +15,13 @@ import torch
 from flexcomm.errors import FlexcommError
 from flexcomm.kernels.gpu import OPTIONS, SOURCE, GpuKernels, compile_cubin, compiler
 from flexcomm.testing import check_kernels
+from tests.slow import slow_but
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("capability", ["80", "90", "100"])
+@pytest.mark.parametrize("capability", slow_but(["90"], ["80", "90", "100"]))
 def test_nvrtc_compiles_the_kernels(capability: str) -> None:
     assert compile_cubin(capability)[:4] == b"\x7fELF"
 
