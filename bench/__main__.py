@@ -50,6 +50,9 @@ SUBCOMMANDS = (
     Subcommand("runtime", "bench.runtime", "runtime", "Iteration times, predicted and measured on emulated clusters."),
     Subcommand("report", "bench.report", "report", "Measure what docs/benchmarks.md shows, and write it there."),
     Subcommand("codec", "bench.codec", "codec", "Speed, bits, memory and error of compression."),
+    Subcommand(
+        "first-use", "bench.first_use", "first_use", "The first synchronisation of a process, compiling or not."
+    ),
     Subcommand("startup", "bench.startup", "startup", "What importing the library costs."),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import numba
 import numpy as np
 import pytest
 
+from flexcomm.kernels.cpu import compiler
 from flexcomm.kernels.cpu.cache import CACHE_VARIABLE, Entry, cache_folders, files, sharing
 
 if TYPE_CHECKING:
@@ -27,14 +29,17 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 KERNEL = """
-from flexcomm.kernels.cpu.compiler import kept
+import numba
+from flexcomm.kernels.cpu.cache import share
 
-@kept
+@numba.njit
 def add_up(x, factor):
     total = 0.0
     for i in range(x.size):
         total += factor * x[i]
     return total
+
+share(add_up, "digest of the sources")
 """
 COMPILING = "compiling kernel add_up"
 
@@ -107,19 +112,20 @@ def test_of_two_processes_at_once_one_compiles(folder: Path, tmp_path: Path) -> 
     assert len(files_of(folder)) == 1
 
 
-@pytest.mark.parametrize("damage", [b"", b"garbage", "half"])
-def test_a_damaged_file_is_compiled_again(damage: bytes | str, folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_compiled_again(folder: Path, tmp_path: Path) -> None:
     start(tmp_path / "one").finish()
     (file,) = files_of(folder)
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2] if isinstance(damage, str) else damage)
-    assert COMPILING in start(tmp_path / "one").finish()
+    whole = file.read_bytes()
+    for damaged in (b"", b"garbage", whole[: len(whole) // 2]):
+        file.write_bytes(damaged)
+        assert COMPILING in start(tmp_path / "one").finish()
+        assert len(file.read_bytes()) == len(whole)
     assert COMPILING not in start(tmp_path / "one").finish()
 
 
 def test_other_sources_and_other_flags_are_other_entries(folder: Path, tmp_path: Path) -> None:
     start(tmp_path / "one").finish()
-    assert COMPILING in start(tmp_path / "one", kernel=KERNEL + "# changed\n").finish()
+    assert COMPILING in start(tmp_path / "one", kernel=KERNEL.replace("digest", "another digest")).finish()
     assert COMPILING in start(tmp_path / "one", NUMBA_BOUNDSCHECK="1").finish()
     assert COMPILING in start(tmp_path / "one", NUMBA_OPT="1").finish()
     assert len(files_of(folder)) == 4
@@ -243,6 +249,8 @@ def test_a_temporary_folder_of_somebody_else_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     temporary = Path(tempfile.gettempdir()) / f"flexcomm-{os.getuid()}"
+    assert cache_folders() == [folder]
+    temporary.mkdir(mode=0o700)
     assert cache_folders() == [folder, temporary]
     temporary.chmod(0o777)
     assert cache_folders() == [folder]
@@ -256,6 +264,31 @@ def test_a_temporary_folder_of_somebody_else_is_refused(
     monkeypatch.setattr(os, "getuid", lambda: other_user)
     assert cache_folders() == [folder]
     assert "others can write there" in caplog.text
+
+
+def test_nothing_is_left_in_the_folder_for_temporary_files_if_it_is_not_needed(folder: Path) -> None:
+    entry = Entry("k", "key/k")
+    with entry.compiling():
+        entry.write(b"code")
+    assert entry.read() == b"code"
+    assert [path.name for path in files_of(folder)] == ["k"]
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+
+
+def test_the_digest_covers_all_sources_that_are_compiled() -> None:
+    """What modules with compiled functions import of the library is compiled, too: functions and constants."""
+    kernels = Path(compiler.__file__).parents[1]
+    covered = {path.relative_to(kernels) for path in compiler.list_sources()}
+    compiling = [path for path in covered if imports_of(kernels / path) & {Path("cpu/compiler.py")}]
+    assert len(compiling) > 10
+    assert set().union(*(imports_of(kernels / path) for path in compiling)) <= covered
+
+
+def imports_of(source: Path) -> set[Path]:
+    """Which modules of flexcomm.kernels a module imports, seen from there."""
+    prefix = "flexcomm.kernels."
+    modules = [node.module for node in ast.parse(source.read_text()).body if isinstance(node, ast.ImportFrom)]
+    return {Path(f"{name.removeprefix(prefix).replace('.', '/')}.py") for name in modules if name.startswith(prefix)}
 
 
 @pytest.mark.usefixtures("folder")

@@ -33,21 +33,26 @@ if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
     Integers = NDArray[Any]  # of any width
 
-__all__ = ["compiled", "kept", "kernel_folders", "summing"]
+__all__ = ["compiled", "kept", "kernel_folders", "list_sources", "summing"]
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 
-def _digest_of_sources() -> str:
-    room = Path(__file__).parent
-    shared = (room.parent / name for name in ("plan.py", "butterflies.py", "counting.py"))
+def list_sources() -> list[Path]:
+    """Return the files that are compiled into kernels, constants included."""
+    folder = Path(__file__).parent
+    shared = (folder.parent / name for name in ("plan.py", "butterflies.py", "counting.py"))
+    return [*sorted(folder.glob("*.py")), *shared]
+
+
+def _digest_of(sources: list[Path]) -> str:
     digest = hashlib.blake2b(digest_size=6)
-    for source in (*sorted(room.glob("*.py")), *shared):
+    for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
-_SOURCES = _digest_of_sources()
+_SOURCES = _digest_of(list_sources())
 
 
 def compiled(function: Function) -> Function:

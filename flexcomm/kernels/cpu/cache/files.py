@@ -32,19 +32,30 @@ CACHE_VARIABLE = "FLEXCOMM_CACHE_DIR"
 _DIGEST_BYTES = 16
 _LONGEST_WAIT_S = 600.0
 """A process that compiles for longer is taken for stopped."""
-_POLL_S = 0.02
+_POLL_S = 0.05
 
 _log = logging.getLogger("flexcomm")
 
 
 def cache_folders() -> list[Path]:
-    """Return where compiled kernels are looked for; new ones go to the first that can be written.
+    """Return where compiled kernels are looked for.
 
     The folder that ``FLEXCOMM_CACHE_DIR`` names, or ``flexcomm`` in the user's cache folder; then a folder for
     temporary files that nobody else can have written, because what is read from it is run.
     """
-    folders = [_chosen_folder(), _temporary_folder()]
-    return [folder for folder in folders if folder is not None]
+    chosen, temporary = _chosen_folder(), _temporary_folder()
+    return [*([chosen] if chosen else []), *([temporary] if _is_private(temporary) else [])]
+
+
+def _folders_to_write() -> Iterator[Path]:
+    """Yield where new kernels may go; the temporary folder is made only if one gets there."""
+    if chosen := _chosen_folder():
+        yield chosen
+    temporary = _temporary_folder()
+    with suppress(OSError):
+        temporary.mkdir(mode=0o700, exist_ok=True)
+    if _is_private(temporary):
+        yield temporary
 
 
 def _chosen_folder() -> Path | None:
@@ -59,20 +70,23 @@ def _chosen_folder() -> Path | None:
         return None
 
 
-def _temporary_folder() -> Path | None:
-    folder = Path(tempfile.gettempdir()) / f"flexcomm-{os.getuid()}"
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"flexcomm-{os.getuid()}"
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether a folder is there that we made and only we can write."""
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError:
-        return None
+        return False
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-        return folder
+        return True
     warn_once(
         f"{folder} is not used for compiled kernels: others can write there, and what is in it would be run. Remove "
         f"it, or set {CACHE_VARIABLE}."
     )
-    return None
+    return False
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,7 @@ class Entry:
     def write(self, data: bytes) -> None:
         """Keep ``data`` for later processes; say so in the log if there is no place for it."""
         failures = []
-        for folder in cache_folders():
+        for folder in _folders_to_write():
             try:
                 _replace(folder / self.name, _digest(data) + data)
             except OSError as error:
@@ -144,7 +158,7 @@ class Entry:
                     fcntl.flock(file, fcntl.LOCK_UN)
 
     def _open_lock(self) -> IO[str] | None:
-        for folder in cache_folders():
+        for folder in _folders_to_write():
             path = folder / f"{self.name}.lock"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)

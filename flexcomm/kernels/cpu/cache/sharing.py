@@ -7,10 +7,8 @@ process compile for itself. Its cache locators, which can be replaced publicly, 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import llvmlite
@@ -24,7 +22,7 @@ from flexcomm.version import __version__
 try:
     from numba.core.compiler import CompileResult
     from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.runtime import rtsys
+    from numba.core.runtime.nrt import rtsys
     from numba.core.serialize import dumps, loads
 
     _MISSING = None
@@ -59,7 +57,7 @@ def share(dispatcher: Any, sources: str) -> None:  # Any: the dispatcher is of o
 
     Args:
         dispatcher: what ``numba.njit`` returned.
-        sources: digest of all sources that are compiled into it, besides the file of the function itself.
+        sources: digest of all sources that are compiled into it.
 
     """
     missing = _MISSING or _find_missing(dispatcher)
@@ -95,8 +93,7 @@ class _Cache:
 
     def entry_of(self, signature: Any) -> Entry:
         function = self._function
-        own_file = Path(inspect.getfile(function)).read_bytes()
-        digest = _digest(own_file, function.__module__, function.__qualname__, signature)
+        digest = _digest(function.__module__, function.__qualname__, signature)
         return Entry(function.__name__, f"{folder_of(self._sources)}/{function.__name__}-{digest}")
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
@@ -112,8 +109,13 @@ class _Cache:
             return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        if not result.library.has_dynamic_globals:
+        if result.library.has_dynamic_globals:  # addresses of this process
+            return
+        try:
             data: bytes = dumps(result._reduce())  # type: ignore[no-untyped-call]  # noqa: SLF001
+        except Exception as error:  # what was compiled works all the same
+            warn_once(f"kernel {self._function.__name__} cannot be kept for later processes: {error!r}")
+        else:
             self.entry_of(signature).write(data)
 
 
