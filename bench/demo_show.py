@@ -63,7 +63,7 @@ def tabulate(summaries: Sequence[Summary]) -> Table:
     legend = (
         "loss: nats per byte of Python sources not trained on; evaluating is not counted. kB/step: sent by a node.\n"
         f"times sooner: how soon a method has AdamW's last loss ({target}), beside AdamW. Same start, same data order; "
-        "learning rates are the best of sweeps."
+        "learning rates as above."
     )
     return Table(columns, rows, legend)
 
@@ -101,7 +101,8 @@ def chart(summaries: Sequence[Summary]) -> str:
     base = find_baseline(summaries, BASELINE)
     if base is None or base.loss is None:
         return ""
-    top, bottom = base.loss + _ABOVE, min(point.loss for one in drawn for point in one.curve)
+    losses = [point.loss for one in drawn for point in one.curve]
+    top, bottom = min(base.loss + _ABOVE, max(losses)), min(losses)
     end_s = max(one.curve[-1].train_s for one in drawn)
     cells = [[" "] * _WIDTH for _ in range(_HEIGHT)]
     for one in reversed(drawn):
@@ -110,8 +111,8 @@ def chart(summaries: Sequence[Summary]) -> str:
             if loss is not None and loss <= top:
                 row = round((top - loss) / (top - bottom) * (_HEIGHT - 1))
                 cells[row][column] = _MARKS[one.method]
-    losses = (top - (top - bottom) * row / (_HEIGHT - 1) for row in range(_HEIGHT))
-    lines = [f"{loss:5.2f} |{''.join(row).rstrip()}" for loss, row in zip(losses, cells, strict=True)]
+    ticks = (top - (top - bottom) * row / (_HEIGHT - 1) for row in range(_HEIGHT))
+    lines = [f"{tick:5.2f} |{''.join(row).rstrip()}" for tick, row in zip(ticks, cells, strict=True)]
     axis = f"      +{'-' * _WIDTH}\n       0 s{f'{end_s:.0f} s':>{_WIDTH - 3}}"
     legend = [f"       {_MARKS[one.method]} {LABELS[one.method]}" for one in drawn]
     return "\n".join(["", "validation loss", *lines, axis, *legend, ""])

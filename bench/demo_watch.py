@@ -13,26 +13,32 @@ from bench.train_watch import following
 
 
 class Progress:
-    """How far a run has come: its steps, seconds of training, and the loss that was last heard of."""
+    """How far a run has come: its steps, seconds of training, and the losses that were last heard of."""
 
     def __init__(self) -> None:
-        self.step, self.train_s, self.state = 0, 0.0, "starting"
+        self.step, self.train_s = 0, 0.0
+        self.losses: dict[str, float] = {}
+        self.diverged = ""
 
     def add(self, record: Record) -> None:
         """Take a record of the run into account."""
         match record:
             case Start():
                 pass
-            case Interval():
-                self.train_s += (record.step - self.step) * record.step_s
-                self.step, self.state = record.step, f"training loss {record.loss:.2f}"
             case Evaluation():
-                self.state = f"validation loss {record.loss:.2f}"
+                self.step, self.train_s = record.step, record.train_s
+                self.losses["validation loss"] = record.loss
+            case Interval():
+                # None of these steps is new if an evaluation, which is noted first, ended there.
+                self.train_s += (record.step - self.step) * record.step_s
+                self.step = record.step
+                self.losses["training loss"] = record.loss
             case Ending():
-                self.state = f"diverged {record.diverged}" if record.diverged else self.state
+                self.diverged = f"diverged {record.diverged}" if record.diverged else ""
 
     def __str__(self) -> str:
-        return f"{self.train_s:5.1f} s  step {self.step:4d}  {self.state}"
+        losses = ", ".join(f"{name} {loss:.2f}" for name, loss in self.losses.items())
+        return f"{self.train_s:5.1f} s  step {self.step:4d}  {self.diverged or losses}"
 
 
 @contextmanager
@@ -52,7 +58,7 @@ def watching(plan: Plan, folder: Path) -> Iterator[None]:
 @contextmanager
 def _lines() -> Iterator[Callable[[Run, Progress, Record], None]]:
     def show(run: Run, progress: Progress, record: Record) -> None:
-        if isinstance(record, Evaluation | Ending):
+        if isinstance(record, Evaluation):
             print(f"{LABELS[run.method]:{_width()}}  {progress}", flush=True)
 
     print("starting the ranks ...", flush=True)

@@ -117,9 +117,10 @@ def test_links_are_paced_where_namespaces_do_not_work(
 
 def test_progress_adds_up_seconds_and_shows_the_last_loss() -> None:
     progress = Progress()
-    for step, loss in ((4, 4.5), (6, 4.0)):
-        progress.add(Interval(step, loss, 0.5, 0.0, 0.0, 0.0, 0.0, None))
-    assert str(progress).split() == ["3.0", "s", "step", "6", "training", "loss", "4.00"]
+    progress.add(Interval(4, 4.5, 0.5, 0.0, 0.0, 0.0, 0.0, None))
+    progress.add(Evaluation(6, 4.2, 3.0, 0.0))
+    progress.add(Interval(6, 4.0, 0.5, 0.0, 0.0, 0.0, 0.0, None))
+    assert str(progress).split(maxsplit=4) == ["3.0", "s", "step", "6", "training loss 4.00, validation loss 4.20"]
 
 
 @pytest.mark.parametrize("steps", [10, 250])
