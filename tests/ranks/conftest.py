@@ -1,8 +1,23 @@
-"""Ranks that were kept from law to law end with the tests."""
+"""Ranks are forked from one process that is ready before the first test; those kept from law to law end with the last."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tests.ranks.laws import close_pools
+from tests.ranks.processes import context
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Wait here for imports, and for kernels that were never compiled on this machine: a test has a time limit."""
+    config = session.config
+    if hasattr(config, "workerinput") or not (config.getoption("numprocesses", None) or config.option.collectonly):
+        process = context.Process(target=str)
+        process.start()
+        process.join()
 
 
 def pytest_sessionfinish() -> None:

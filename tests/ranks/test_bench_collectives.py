@@ -53,6 +53,7 @@ def test_two_ranks_measure_every_column_and_find_nothing_wrong(tmp_path: Path) -
     assert plot.exists()
 
 
+@pytest.mark.slow
 def test_a_way_that_a_compressor_cannot_go_is_skipped_with_its_reason() -> None:
     done = run_bench("collectives", *TINY, "--compressor", "sign", "--compressor", "dense", "--algorithm", "reduce")
     assert done.returncode == 0, done.stderr
@@ -60,6 +61,7 @@ def test_a_way_that_a_compressor_cannot_go_is_skipped_with_its_reason() -> None:
     assert " dense      reduce " in done.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_there_is_and_exits_with_130() -> None:
     command = [sys.executable, "-m", "bench", "collectives", "-b", "256", "-e", "64M", "-f", "2", "-n", "1000"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -38,6 +38,7 @@ def test_the_demo_trains_over_paced_links_and_shows_what_came_of_it(tmp_path: Pa
     assert ours["sent_nbytes"] < adamw["sent_nbytes"] / 10
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_the_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
     marker = f"flexcomm-test-{os.getpid()}"
     process = subprocess.Popen(

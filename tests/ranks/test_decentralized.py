@@ -8,7 +8,7 @@ import pytest
 
 import flexcomm
 from flexdemo import load_checkpoint, save_checkpoint
-from tests.ranks.decentralized_laws import CORE, LAWS, TORCH_LAWS, Net, flat, made, train
+from tests.ranks.decentralized_laws import LAWS, TORCH_LAWS, Net, flat, made, train
 from tests.ranks.laws import cases, keep
 from tests.ranks.processes import run_ranks
 from tests.ranks.shapes import ALWAYS, SHAPES, Shape
@@ -20,10 +20,10 @@ EVERYTHING = LAWS | TORCH_LAWS
 
 
 def usual_laws(shape: Shape) -> list[str]:
-    """Schedules differ from three nodes on: there the core and all schedules, on two nodes everything else."""
+    """Schedules differ from three nodes on: there those are compared, on two nodes of two ranks everything else is."""
     if shape not in ALWAYS:
         return []
-    return [name for name in EVERYTHING if name in CORE or ("fifty_steps" in name) == (shape.nodes > 2)]
+    return [name for name in EVERYTHING if ("fifty_steps" in name) == (shape.nodes > 2)]
 
 
 @pytest.mark.parametrize(("shape", "law"), cases(SHAPES, EVERYTHING, usual_laws))

@@ -87,13 +87,14 @@ def test_every_example_is_in_the_table_of_the_page() -> None:
 
 
 @pytest.mark.parametrize("launcher", slow_but(["torchrun"], ["openmpi", "torchrun", "mpich"]))
-@pytest.mark.parametrize("name", ["accelerate_ddp", "lightning_ddp"])
+@pytest.mark.parametrize("name", slow_but(["accelerate_ddp"], ["accelerate_ddp", "lightning_ddp"]))
 def test_ddp_examples_learn(name: str, launcher: Launcher) -> None:
     require_falling(run(name, launcher=launcher))
 
 
-@pytest.mark.parametrize("launcher", slow_but(["torchrun"], ["openmpi", "torchrun", "mpich"]))
-@pytest.mark.parametrize("model", slow_but(["gpt2"], ["gpt2", "t5"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["openmpi", "torchrun", "mpich"])
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_transformers_learn(model: str, launcher: Launcher) -> None:
     require_falling(run("transformers_fsdp2", f"--model={model}", launcher=launcher))
 

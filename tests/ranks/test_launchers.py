@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 90
 
-every_launcher = pytest.mark.parametrize("launcher", slow_but(["openmpi", "torchrun"], LAUNCHERS))
+every_launcher = pytest.mark.parametrize("launcher", slow_but(["openmpi"], LAUNCHERS))
 every_mpi = pytest.mark.parametrize("launcher", slow_but(["openmpi"], ["openmpi", "mpich"]))
 
 
@@ -147,6 +147,7 @@ flexcomm.connect(intra="pigeon" if MPI.COMM_WORLD.Get_rank() == 1 else "auto", t
 """
 
 
+@pytest.mark.slow
 @every_mpi
 def test_a_rank_that_fails_before_it_is_connected_ends_the_job_too(launcher: Launcher) -> None:
     code, output = run(launcher, FAIL_BEFORE_CONNECTED, ranks=2)
@@ -164,7 +165,7 @@ world.control.all_reduce(torch.ones(3)).wait()
 """
 
 
-@pytest.mark.parametrize("launcher", slow_but(["openmpi"], LAUNCHERS))
+@every_launcher
 def test_one_rank_that_is_killed_ends_the_job(launcher: Launcher) -> None:
     """Under an MPI nobody survives to raise: mpirun ends the others, and says whom it found dead."""
     start_s = time.monotonic()
@@ -185,7 +186,7 @@ world.control.all_reduce(torch.ones(3)).wait()
 """
 
 
-@pytest.mark.parametrize("launcher", slow_but(["openmpi"], LAUNCHERS))
+@every_launcher
 def test_ctrl_c_leaves_no_process_behind(launcher: Launcher) -> None:
     process = start(launcher, [sys.executable, "-c", WAIT_FOR_EVER], ranks=2)
     assert process.stdout is not None
@@ -232,6 +233,7 @@ def test_that_fails_on_one_rank(world):
 """
 
 
+@pytest.mark.slow
 @every_mpi
 def test_a_failing_rank_ends_a_test_run_under_mpirun(launcher: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "test_fails.py"
