@@ -51,7 +51,7 @@ dist.destroy_process_group()
 PROGRAMS: dict[Launcher, str] = {"openmpi": MPI_PROGRAM, "mpich": MPI_PROGRAM, "torchrun": GLOO_PROGRAM}
 
 
-@pytest.fixture(params=slow_but(["openmpi", "torchrun"], PROGRAMS))
+@pytest.fixture(params=slow_but(["openmpi"], PROGRAMS))
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     name: Launcher = request.param
     if not is_installed(name):

@@ -24,7 +24,7 @@ def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env={**os.environ})
 
 
-@pytest.mark.parametrize("launcher", slow_but(["torchrun"], LAUNCHERS))
+@pytest.mark.parametrize("launcher", slow_but(["openmpi"], LAUNCHERS))
 def test_loopback_starts_all_ranks_and_tells_them_how_many_make_a_node(launcher: Launcher) -> None:
     if not is_installed(launcher):
         pytest.skip(f"{launcher} is not installed")

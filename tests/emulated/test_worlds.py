@@ -32,7 +32,7 @@ os.write(1, (line + chr(10)).encode())
 """
 
 
-@pytest.fixture(params=slow_but(["openmpi", "torchrun"], LAUNCHERS))
+@pytest.fixture(params=slow_but(["openmpi"], LAUNCHERS))
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     name: Launcher = request.param
     if not is_installed(name):

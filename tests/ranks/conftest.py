@@ -1,4 +1,4 @@
-"""Ranks are forked from one process that is ready before the first test; those kept from law to law end with the last."""
+"""The process that ranks are forked from is ready before the first test, and ranks that were kept end with the last."""
 
 from __future__ import annotations
 
