@@ -13,6 +13,7 @@ import threading
 import uuid
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -25,7 +26,6 @@ from flexcomm.kernels.cpu import compiler
 from flexcomm.kernels.cpu.cache import CACHE_VARIABLE, Entry, cache_folders, files, sharing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from multiprocessing.context import ForkServerProcess
 
 KERNEL = """
@@ -45,14 +45,15 @@ COMPILING = "compiling kernel add_up"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of our own; nothing was said yet, and nothing is in the folder for temporary files."""
     files.warn_once.cache_clear()
-    # Not in tmp_path, whose name is too long for the sockets that multiprocessing makes in this folder.
-    with tempfile.TemporaryDirectory() as temporary:
-        monkeypatch.setattr(tempfile, "tempdir", temporary)
-        monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-        yield tmp_path / "cache"
+    # Its socket stays for all tests, where the names of folders are short enough for one.
+    ensure_running()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @dataclass(frozen=True)
