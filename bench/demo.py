@@ -4,6 +4,8 @@ Links are real ones of an emulated cluster, as root; else they are paced in soft
 way the ranks are those of ``bench train``.
 """
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,7 +13,6 @@ from typing import Annotated, Literal
 
 import typer
 
-import flexcomm
 from bench.cluster import ClusterSpec, open_cluster
 from bench.cluster_command import RanksOption
 from bench.demo_show import BASELINE, HEADLINE, LABELS, chart, conclusion, draw, sooner, tabulate, title
@@ -19,11 +20,9 @@ from bench.demo_watch import watching
 from bench.errors import ClusterUnavailableError, RateNotKeptError, UsageError
 from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.train_conduct import Contest, check_settings, plan_settings, run_contest
-from bench.train_corpus import load_corpus
 from bench.train_options import OutOption
-from bench.train_plan import Links, Run, Settings
+from bench.train_plan import Links, Settings
 from bench.train_summary import Summary
-from bench.train_trainee import make_trainee
 
 _EVAL_WINDOWS = 64
 _FIGURES = frozenset({"sooner", "total_s", "replicas_differ"})
@@ -68,7 +67,7 @@ def demo(
     methods = (BASELINE, HEADLINE) if quick else tuple(LABELS)
     settings = replace(settings, links=find_links(links, settings))
     check_settings(settings, ())
-    kernels_s = prepare_kernels(methods, settings)
+    kernels_s = prepare_kernels()
     summaries = run_contest(_CONTEST, settings, methods, None, "0", out)
     total_s = time.perf_counter() - begin_s - kernels_s
     print(chart(summaries))
@@ -91,17 +90,11 @@ def find_links(asked: Literal["auto", "paced", "namespaces"], settings: Settings
         return "paced"
 
 
-def prepare_kernels(methods: Sequence[str], settings: Settings) -> float:
-    """Have the CPU kernels of all methods compiled, by a step of each in this process; return the seconds it took."""
-    print("preparing the CPU kernels (compiled once per machine, which takes about 40 s) ...", end=" ", flush=True)
+def prepare_kernels() -> float:
+    """Have all CPU kernels compiled, unless they are; return the seconds it took."""
     begin_s = time.perf_counter()
-    corpus = load_corpus()
-    with flexcomm.connect() as world:
-        for method in methods:
-            make_trainee(Run(method, 1e-6, 0), replace(settings, size="tiny"), corpus, world).step(0)
-    took_s = time.perf_counter() - begin_s
-    print(f"took {took_s:.0f} s", flush=True)
-    return took_s
+    subprocess.run([sys.executable, "-m", "flexcomm.kernels"], check=True)
+    return time.perf_counter() - begin_s
 
 
 def make_report(summaries: Sequence[Summary], settings: Settings, total_s: float, *, quick: bool) -> Report:
