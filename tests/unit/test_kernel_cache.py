@@ -42,13 +42,16 @@ def add_up(x, factor):
 share(add_up, "digest of the sources")
 """
 COMPILING = "compiling kernel add_up"
+CONTEXT = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of our own; nothing was said yet, and nothing is in the folder for temporary files."""
     files.warn_once.cache_clear()
-    # Its socket stays for all tests, where the names of folders are short enough for one.
+    # What takes seconds to import is imported once for all processes, by a server that is started before the folder for
+    # temporary files changes: the name of the new one is too long for its socket.
+    CONTEXT.set_forkserver_preload(["flexcomm.kernels.cpu.compiler", __name__])
     ensure_running()
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -77,16 +80,14 @@ def start(sources: Path, kernel: str = KERNEL, before: str = "", **environment: 
     (sources / "toy.py").write_text(kernel)
     output = sources / f"{uuid.uuid4().hex}.txt"
     environment = {CACHE_VARIABLE: os.environ[CACHE_VARIABLE], "TMPDIR": tempfile.gettempdir(), **environment}
-    context = multiprocessing.get_context("forkserver")
-    # What takes seconds to import is imported once for all processes.
-    context.set_forkserver_preload(["flexcomm.kernels.cpu.compiler", __name__])
-    process = context.Process(target=use_toy, args=(sources, output, before, environment))
+    process = CONTEXT.Process(target=use_toy, args=(sources, output, before, environment))
     process.start()
     return Use(sources, output, process)
 
 
 def use_toy(sources: Path, output: Path, before: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
+    tempfile.tempdir = environment["TMPDIR"]
     numba.config.reload_config()
     sys.path.insert(0, str(sources))
     with output.open("w") as stream:
