@@ -19,8 +19,8 @@ SUITES ?=
 
 help:
 	@echo 'make demo       a small GPT trained over slow links, by AdamW and by our methods (90 s)'
-	@echo 'make test       the tests (six minutes on two cores); SUITES="unit ranks" for some of them'
-	@echo 'make test-all   all tests, in worlds of every shape and for every compressor (under an hour)'
+	@echo 'make test       the tests (budget: six minutes on two cores); SUITES="unit ranks" for some of them'
+	@echo 'make test-all   all tests, in worlds of every shape and for every compressor (budget: an hour)'
 	@echo 'make test-torch TORCH=2.15.0   the tests with another torch, in an environment of its own (gigabytes, once)'
 	@echo 'make bench      the tables of docs/benchmarks.md (root, about ten minutes)'
 	@echo 'make check      format, lint, types, import rules'

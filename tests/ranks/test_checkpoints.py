@@ -119,6 +119,15 @@ def test_ranks_per_node_may_change(tmp_path: Path, kind: str, ranks: int, others
     require_close(loaded[0], saved[0])
 
 
+@pytest.mark.parametrize("kind", slow_but(["replicas"], ["replicas", "fsdp2"]))
+def test_nodes_keep_their_own_when_ranks_per_node_change(tmp_path: Path, kind: str) -> None:
+    saved = run_ranks(save_run, 4, str(tmp_path), kind, ranks_per_node=2)
+    loaded = run_ranks(load_run, 2, str(tmp_path), kind, "error", ranks_per_node=1)
+    for node in (0, 1):
+        require_close(loaded[node], saved[2 * node])
+    assert any((saved[0][name] != saved[2][name]).any() for name in saved[0]), "nodes differ in what they remember"
+
+
 @pytest.mark.parametrize(
     ("kind", "nodes", "others"), slow_but([("replicas", 2, 4)], [("replicas", 2, 4), ("fsdp2", 2, 1)])
 )
