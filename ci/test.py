@@ -1,8 +1,8 @@
 """Run the test suites, one after the other, and end with one summary: ``python -m ci.test [--all] [SUITE...]``.
 
 ``--all`` adds the tests that are marked slow, and both MPIs with every number of ranks; docs/testing.md says what that
-is. The MPI suite runs under ``mpirun``; the others are plain pytest runs. A suite that cannot be started, hangs or dies
-counts as failed: nothing is skipped silently.
+is. arch, unit and ranks share one pytest run, which collects and imports once; the MPI suite runs under ``mpirun``. A
+suite that cannot be started, hangs or dies counts as failed: nothing is skipped silently.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ GRACE_S = 10
 BUDGET_S = {False: 360, True: 3600}
 """What the tests, and all tests, may take on two cores with nothing else to do. It is compared with, not enforced."""
 COUNTS = ("passed", "failed", "skipped")
+NAMES = ("arch", "unit", "ranks", "emulated", "mpi")
+TOGETHER = NAMES[:3]
 MANY_MUTATIONS = 200_000
 """How many damaged payloads the slow tests try."""
 SLOWEST = 10
@@ -44,9 +46,8 @@ ALL_MPI_SIZES: dict[Launcher, tuple[int, ...]] = {"openmpi": (1, 3, 4), "mpich":
 
 @dataclass(frozen=True)
 class Suite:
-    """A name people can ask for, a label for the summary, and how to find the command and variables that run it."""
+    """A label for the summary, and how to find the command and variables that run it."""
 
-    name: str
     label: str
     find_command: Callable[[], tuple[list[str], dict[str, str]]]
 
@@ -72,37 +73,44 @@ class Result:
     note: str = ""
 
 
-def all_suites(*, slow: bool) -> list[Suite]:
-    sizes = ALL_MPI_SIZES if slow else MPI_SIZES
-    return [
-        Suite("arch", "arch", partial(pytest_command, "arch", slow=slow)),
-        Suite("unit", "unit", partial(parallel_command, "unit", slow=slow)),
-        Suite("ranks", "ranks", partial(parallel_command, "ranks", slow=slow)),
+def plan_suites(names: Sequence[str], *, slow: bool) -> list[Suite]:
+    suites = []
+    if together := [name for name in TOGETHER if name in names]:
+        suites.append(Suite(", ".join(together), partial(parallel_command, together, slow=slow)))
+    if "emulated" in names:
         # By file: every worker that meets a test of the shared cluster makes one of its own.
-        Suite("emulated", "emulated", partial(parallel_command, "emulated", slow=slow, dist="loadfile")),
-        *(
-            Suite("mpi", f"mpi, {launcher}, {size} ranks", partial(mpi_command, launcher, size, slow=slow))
-            for launcher, sizes_of in sizes.items()
-            for size in sizes_of
-        ),
-    ]
+        suites.append(Suite("emulated", partial(parallel_command, ["emulated"], slow=slow, dist="loadfile")))
+    if "mpi" in names:
+        suites += (
+            Suite(f"mpi, {launcher}, {size} ranks", partial(mpi_command, launcher, size, slow=slow))
+            for launcher, sizes in (ALL_MPI_SIZES if slow else MPI_SIZES).items()
+            for size in sizes
+        )
+    return suites
 
 
-def pytest_command(name: str, *, slow: bool) -> tuple[list[str], dict[str, str]]:
-    """Return a run of one folder. One thread a process: several of them share a core."""
-    options, env = (["--runslow"], {"FLEXCOMM_MUTATIONS": str(MANY_MUTATIONS)}) if slow else ([], {})
-    return [sys.executable, "-m", "pytest", "-q", *options, f"tests/{name}"], {"OMP_NUM_THREADS": "1", **env}
+def pytest_command(names: Sequence[str], *, slow: bool) -> tuple[list[str], dict[str, str]]:
+    """Return a run of these folders.
+
+    One thread a process, because several of them share a core; and bytecode is kept even where the environment says
+    otherwise, because a hundred processes import the same files.
+    """
+    env = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    options = []
+    if slow:
+        options, env = ["--runslow"], {**env, "FLEXCOMM_MUTATIONS": str(MANY_MUTATIONS)}
+    return [sys.executable, "-m", "pytest", "-q", *options, *(f"tests/{name}" for name in names)], env
 
 
-def parallel_command(name: str, *, slow: bool, dist: str = "worksteal") -> tuple[list[str], dict[str, str]]:
+def parallel_command(names: Sequence[str], *, slow: bool, dist: str = "worksteal") -> tuple[list[str], dict[str, str]]:
     """Two tests at a time: one computes in one thread, and what starts jobs waits for them half of its time."""
-    command, env = pytest_command(name, slow=slow)
+    command, env = pytest_command(names, slow=slow)
     return [*command, "-n", "2", "--dist", dist], env
 
 
 def mpi_command(launcher: Launcher, size: int, *, slow: bool) -> tuple[list[str], dict[str, str]]:
     start = mpirun_command(launcher, size)
-    command, env = pytest_command("mpi", slow=slow)
+    command, env = pytest_command(["mpi"], slow=slow)
     left_out = [] if slow else [f"--ignore=tests/mpi/{file}" for file in LEFT_OUT.get(launcher, ())]
     return [*start.argv, *command, *left_out, "-p", "no:cacheprovider", "--with-mpi"], {**start.env, **env}
 
@@ -161,7 +169,7 @@ def read_report(report: Path) -> tuple[int, int, int, tuple[TimedTest, ...]]:
     if not count:
         return 0, max(failed, 1), 0, ()
     tests = tuple(
-        TimedTest(f"{test.get('classname', '').split('.')[-1]}::{test.get('name')}", float(test.get("time", "0")))
+        TimedTest(f"{test.get('classname', '').replace('.', '/')}.py::{test.get('name')}", float(test.get("time", "0")))
         for suite in suites
         for test in suite.iter("testcase")
     )
@@ -195,23 +203,21 @@ def slowest_tests(results: Sequence[Result]) -> list[str]:
         ((test.seconds, result.label, test.name) for result in results for test in result.tests), reverse=True
     )
     shown = [row for number, row in enumerate(found) if number < SLOWEST or row[0] > LONG_TEST_S]
-    return [f"{seconds:6.1f} s  {label}: {name}" for seconds, label, name in shown]
+    return [f"{seconds:6.1f} s  {name}  ({label})" for seconds, label, name in shown]
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.test", description="Run the test suites.")
     parser.add_argument("--all", action="store_true", help="slow tests, too, and both MPIs with 1, 3 and 4 ranks")
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help="arch, unit, ranks, emulated, mpi; else all of them")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(NAMES)}; else all of them")
     wanted = parser.parse_args(arguments)
-    suites = all_suites(slow=wanted.all)
-    names = list(dict.fromkeys(suite.name for suite in suites))
-    unknown = sorted(set(wanted.suites) - set(names))
+    unknown = sorted(set(wanted.suites) - set(NAMES))
     if unknown:
-        print(f"there is no suite {', '.join(unknown)}; choose from {', '.join(names)}.", file=sys.stderr)
+        print(f"there is no suite {', '.join(unknown)}; choose from {', '.join(NAMES)}.", file=sys.stderr)
         return 2
     results: list[Result] = []
     try:
-        results += (run(suite) for suite in suites if not wanted.suites or suite.name in wanted.suites)
+        results += (run(suite) for suite in plan_suites(wanted.suites or NAMES, slow=wanted.all))
     finally:
         if results:
             print(summarise(results, BUDGET_S[wanted.all]))

@@ -15,11 +15,6 @@ from flexcomm.torch_versions import TESTED_ON, TESTED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flexcomm", "flexdemo", "bench")
-SOURCES = {
-    path.relative_to(ROOT).as_posix(): list(ast.walk(ast.parse(path.read_text(), str(path))))
-    for folder in (*PACKAGES, "tests", "docs", "ci")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
 STAND_INS = {"tests/unit/test_torch_versions.py", "tests/unit/test_flexdemo_torch_private.py"}
 
 PRIVATE_NAMES = {
@@ -41,6 +36,15 @@ NAMED_TUPLE = {"_replace", "_make", "_asdict", "_fields"}
 OF_OTHER_LIBRARIES = {"_Environ", "_local_world_size"}
 """Of os, and of decent-dp."""
 LOOKUPS = {"getattr", "setattr", "hasattr", "delattr", "private"}
+
+
+def parse_sources() -> dict[str, list[ast.AST]]:
+    """Return the nodes of every module of this project."""
+    return {
+        path.relative_to(ROOT).as_posix(): list(ast.walk(ast.parse(path.read_text(), str(path))))
+        for folder in (*PACKAGES, "tests", "docs", "ci")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
 
 
 def is_private(name: str) -> bool:
@@ -69,25 +73,22 @@ def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-OWN = {name for nodes in SOURCES.values() for name in own_names(nodes)}
-
-
-def foreign_names(module: str) -> set[str]:
+def foreign_names(module: str, nodes: list[ast.AST], own: set[str]) -> set[str]:
     """Return the private names in a module that are not this project's."""
     packaged = module.startswith(PACKAGES)
     names: set[str] = set()
-    for node in SOURCES[module]:
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             # In the packages, only an object itself uses its private attributes: others are another library's.
-            names |= {node.attr} - (OWN if is_self(node.value) or not packaged else set())
+            names |= {node.attr} - (own if is_self(node.value) or not packaged else set())
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
             names |= {*node.module.split("."), *(alias.name for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {part for alias in node.names for part in alias.name.split(".")}
         elif isinstance(node, ast.keyword) and node.arg:
-            names |= {node.arg} - OWN
+            names |= {node.arg} - own
     private = {name for name in names if is_private(name) and not name.startswith("_foreach_")}
-    return private | looked_up(SOURCES[module])
+    return private | looked_up(nodes)
 
 
 def looked_up(nodes: list[ast.AST]) -> set[str]:
@@ -103,7 +104,9 @@ def looked_up(nodes: list[ast.AST]) -> set[str]:
 
 
 def test_private_names_of_others_occur_in_these_modules_only() -> None:
-    found = {module: foreign_names(module) for module in SOURCES if module not in STAND_INS}
+    sources = parse_sources()
+    own = {name for nodes in sources.values() for name in own_names(nodes)}
+    found = {name: foreign_names(name, nodes, own) for name, nodes in sources.items() if name not in STAND_INS}
     assert {module: names for module, names in found.items() if names} == PRIVATE_NAMES
 
 

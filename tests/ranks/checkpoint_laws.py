@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-BEFORE, AFTER = range(3), range(3, 6)
+BEFORE, AFTER = range(3), range(3, 5)
 
 
 def states_go_on(world: World, name: str) -> None:

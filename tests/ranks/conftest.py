@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     import pytest
 
 
+STARTING_JOBS = {"test_bench_demo.py", "test_examples.py", "test_launchers.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let whole jobs come first: they take longest, and there are no ranks yet whose threads wake up beside them."""
+    items.sort(key=lambda item: item.path.name not in STARTING_JOBS)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Wait here for imports, and for kernels that were never compiled on this machine: a test has a time limit."""
     config = session.config

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -60,8 +60,9 @@ def batch(world: World, step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
+@cache
 def mesh_of(world: World) -> DeviceMesh:
-    """Return the ranks of this node. All ranks make the mesh of all."""
+    """Return the ranks of this node. All ranks make the mesh of all, once: its groups stay as long as the process."""
     mesh = DeviceMesh("cpu", world.topology.members, mesh_dim_names=("replicate", "shard"))
     return mesh["shard"]
 
@@ -76,15 +77,12 @@ def sharded(world: World, model: Module | None = None, **options: Any) -> Module
 
 
 def flat_sharded(world: World, **options: Any) -> FullyShardedDataParallel:
-    groups = [dist.new_group(list(ranks)) for ranks in world.topology.members]
-    model = make_model()
+    model, group = make_model(), mesh_of(world).get_group()
     for number in (0, 1):
         model[number] = FullyShardedDataParallel(
-            model[number], process_group=groups[world.topology.node], device_id=torch.device("cpu"), **options
+            model[number], process_group=group, device_id=torch.device("cpu"), **options
         )
-    return FullyShardedDataParallel(
-        model, process_group=groups[world.topology.node], device_id=torch.device("cpu"), **options
-    )
+    return FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"), **options)
 
 
 def backward(model: Module, world: World, step: int) -> None:

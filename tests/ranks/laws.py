@@ -20,6 +20,7 @@ keeps the same laws under mpirun.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -134,10 +135,13 @@ def keep_laws(pipe: Connection, folder: Path) -> None:
         faulthandler.dump_traceback_later(LAW_LIMIT_S, exit=True, file=stack)
         with flexcomm.connect(timeout_s=TIMEOUT_S) as world:
             pipe.send((None, None))
+            gc.freeze()
             while (given := pipe.recv()) is not None:
                 law, limit_s = given
                 faulthandler.dump_traceback_later(limit_s, exit=True, file=stack)
                 law(world)
+                # What a law leaves in cycles keeps groups alive, whose threads wake up a hundred times per second.
+                gc.collect()
                 # A law ends on all ranks before the next begins, so that all agree on which one was broken.
                 world.control.barrier().wait()
                 faulthandler.cancel_dump_traceback_later()

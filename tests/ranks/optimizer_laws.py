@@ -120,7 +120,7 @@ def replicas_hold_the_same_bits(world: World, make: Make, every: int, steps: int
         assert bool(new.isfinite().all()), f"{name} is finite"
 
 
-def replicas_of(steps: int = 8) -> dict[str, Callable[[World], object]]:
+def replicas_of(steps: int = 4) -> dict[str, Callable[[World], object]]:
     """Return a law for each optimizer, by name."""
     law = replicas_hold_the_same_bits.__name__
     return {f"{law}, {name}": partial(_replicas_of, name, steps) for name in OPTIMIZERS}
@@ -473,21 +473,19 @@ def settings_are_checked(world: World) -> None:
 
 def without_communication_there_is_momentum(world: World) -> None:
     """The rule is the same on one node: what is not sent stays, and is sent later."""
-    param = torch.nn.Parameter(torch.zeros(64, 64))
-    alone = world.alone()
-    optimizer = FlexDeMo(
-        [param], 1.0, decay=1.0, compressor=flexcomm.demo(8, values="fp32"), update="plain", world=alone
-    )
-    gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    param = torch.nn.Parameter(torch.zeros(16, 16))
+    compressor = flexcomm.demo(8, chunk=16, values="fp32")
+    optimizer = FlexDeMo([param], 1.0, decay=1.0, compressor=compressor, update="plain", world=world.alone())
+    gradient = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
     param.grad = gradient.clone()
     optimizer.step()
     first = param.detach().clone()
-    param.grad = torch.zeros(64, 64)
-    for _ in range(511):
+    param.grad = torch.zeros(16, 16)
+    for _ in range(31):
         optimizer.step()
     assert float(first.norm()) < 0.9 * float(gradient.norm()), "a step sends a part"
-    # 512 steps of 8 send all 4096; each is transformed and added in float32.
-    assert float((param.detach() + gradient).abs().max()) < 2.0**-24 * 512, "in the end everything was sent"
+    # 32 steps of 8 send all 256; each is transformed and added in float32.
+    assert float((param.detach() + gradient).abs().max()) < 2.0**-24 * 32, "in the end everything was sent"
 
 
 def torchs_optimizers_take_their_own_steps(world: World) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 QUICK = [sys.executable, "-m", "bench", "demo", "--quick", "--links", "paced"]
 
 
+@pytest.mark.slow
 def test_the_demo_trains_over_paced_links_and_shows_what_came_of_it(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     command = [*QUICK, "--check", "--out", str(tmp_path), "--json", str(file)]

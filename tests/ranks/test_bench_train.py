@@ -63,13 +63,28 @@ def test_ranks_note_finite_losses_fewer_bytes_and_equal_replicas(tmp_path: Path)
 
 def test_shards_learn_from_half_the_gradients_on_every_rank(tmp_path: Path) -> None:
     runs = (ADAMW, DEMO, Run("local", 0.002, 0))
-    settings = replace(SETTINGS, steps=10, log_every=5, eval_every=10, shard=True, ranks_per_node=2)
+    settings = replace(SETTINGS, steps=5, log_every=5, eval_every=5, shard=True, ranks_per_node=2)
     for history in histories(Plan(settings, runs), tmp_path, 2).values():
         assert history.start is not None
         assert history.ending is not None
         assert history.start.parameters == 2 * history.start.parameters_per_rank == 2 * history.ending.gradient_elements
         assert history.ending.replicas_equal
         assert history.evaluations[-1].loss < history.evaluations[0].loss
+
+
+def test_over_paced_links_no_step_is_faster_than_its_bytes(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, rate="10mbit", links="paced", seconds=0.5)
+    found = histories(Plan(settings, (ADAMW, DEMO)), tmp_path, 1)
+    for history in found.values():
+        assert history.ending is not None
+        assert history.ending.replicas_equal
+        assert history.ending.train_s >= 8 * history.ending.sent_nbytes / 10e6
+    adamw, demo = found[ADAMW].ending, found[DEMO].ending
+    assert adamw is not None
+    assert demo is not None
+    # 120,576 parameters in float32, and headers.
+    assert adamw.sent_nbytes / adamw.steps == pytest.approx(4 * 120_576, rel=0.01)
+    assert demo.sent_nbytes / demo.steps < adamw.sent_nbytes / adamw.steps / 10
 
 
 def test_what_diverges_is_noted_and_the_next_method_goes_on(tmp_path: Path) -> None:

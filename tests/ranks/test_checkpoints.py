@@ -32,11 +32,12 @@ Momenta = dict[str, NDArray[np.float32]]
 
 LAWS = laws()
 SLOW_RUNS = ("FlexDeMo, FSDP2", "FlexDeMoAdamW, FSDP2", "local steps, replicas", "Muon's steps, FSDP2")
+SLOW_STATES = ("plain", "over nodes", "sign values", "random", "striding", "adamw fused", "steps", "local")
 
 
 def usual_laws(shape: Shape) -> list[str]:
-    """Files take a second to write and read: of runs that resemble each other, one is saved."""
-    slow = {f"files_go_on, {name}" for name in SLOW_RUNS}
+    """Of runs that resemble each other, one is saved."""
+    slow = {f"files_go_on, {name}" for name in SLOW_RUNS} | {f"states_go_on, {name}" for name in SLOW_STATES}
     return [name for name in LAWS if name not in slow] if shape == Shape(2, 2) else []
 
 

@@ -66,18 +66,14 @@ def readme_example(folder: Path) -> Path:
 ONE_LINE = "print(flexcomm.connect(ranks_per_node=2).topology)"
 
 
-@pytest.fixture(scope="module", params=slow_but(["openmpi", "torchrun"], LAUNCHERS))
-def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Launcher, int, str]:
-    """How four ranks ended that ran the example of the readme, then one line whose world nobody closes."""
-    launcher: Launcher = request.param
-    program = readme_example(tmp_path_factory.mktemp(launcher))
+@pytest.mark.parametrize("launcher", slow_but(["openmpi"], LAUNCHERS))
+def test_the_example_of_the_readme_runs_and_one_line_connects(launcher: Launcher, tmp_path: Path) -> None:
+    """Four ranks run the example as it stands, then one line whose world nobody closes."""
+    program = readme_example(tmp_path)
     program.write_text(f"{program.read_text()}\n{ONE_LINE}\n")
-    return launcher, *finish(start(launcher, [sys.executable, str(program)]))
-
-
-def test_one_line_connects_two_nodes_of_two(example: tuple[Launcher, int, str]) -> None:
-    launcher, code, output = example
+    code, output = finish(start(launcher, [sys.executable, str(program)]))
     assert code == 0, output
+    assert output.count("sent 163 times less than the tensor") == 4
     places = sorted(re.findall(r"rank \d of 4: node \d of 2, local rank \d of 2 \(\w+\)", output))
     # Once from the example, once from the one line.
     assert places == [
@@ -85,13 +81,6 @@ def test_one_line_connects_two_nodes_of_two(example: tuple[Launcher, int, str]) 
         for rank in range(4)
         for _ in range(2)
     ]
-
-
-def test_the_example_of_the_readme_runs_as_it_stands(example: tuple[Launcher, int, str]) -> None:
-    _, code, output = example
-    assert code == 0, output
-    assert len(re.findall(r"rank \d of 4: node \d of 2", output)) == 4 + 4
-    assert output.count("sent 163 times less than the tensor") == 4
 
 
 def test_the_example_of_the_readme_is_ten_lines(tmp_path: Path) -> None:
@@ -132,6 +121,7 @@ with flexcomm.connect(timeout_s=60) as world:
 """
 
 
+@pytest.mark.slow
 @every_mpi
 def test_an_exception_that_leaves_a_with_block_ends_the_job_too(launcher: Launcher) -> None:
     """Also when standard output is closed, and flushing it fails."""

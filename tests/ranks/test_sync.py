@@ -21,11 +21,15 @@ def test_a_sync_keeps_the_law(shape: Shape, law: str) -> None:
     keep(LAWS[law], shape)
 
 
-STEPS = {"20 steps": 20, "1000 steps": 1000}
+STEPS = {"10 steps": 10, "1000 steps": 1000}
+
+
+def usual_steps(shape: Shape) -> list[str]:
+    return ["10 steps"] if shape == Shape(2, 2) else []
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("shape", "steps"), cases((Shape(2, 1), Shape(2, 2)), STEPS, lambda _: ["20 steps"]))
+@pytest.mark.parametrize(("shape", "steps"), cases((Shape(2, 1), Shape(2, 2)), STEPS, usual_steps))
 def test_replicas_stay_equal(shape: Shape, steps: str) -> None:
     keep(partial(replicas_stay_equal, steps=STEPS[steps]), shape, limit_s=500)
 

@@ -105,7 +105,7 @@ def require_equal_exchange(kernels: Kernels, plan: TensorPlan) -> None:
         require_equal_bits(out, expected_out, "what is decoded")
 
 
-@pytest.mark.parametrize("threads", [1, 2, 33])
+@pytest.mark.parametrize("threads", slow_but([1, 2], [1, 2, 33]))
 @pytest.mark.parametrize("selection", [Selection.LARGEST, Selection.ABOVE], ids=lambda selection: selection.name)
 def test_the_bits_do_not_depend_on_the_number_of_threads(
     selection: Selection, threads: int, make_kernels: MakeKernels
@@ -125,8 +125,12 @@ def test_what_is_mixed_does_not_depend_on_the_number_of_threads(threads: int, ma
 @pytest.mark.parametrize("selection", list(Selection), ids=lambda selection: selection.name)
 @pytest.mark.parametrize(
     "geometry",
-    [(1, 401, 1, 200, True), (1, 500, 1, 140, False), (31, 37, 12, 20, True), (1, 670, 1, 7, True)],
-    ids=["one long row", "long chunks", "odd matrices", "short chunks"],
+    [
+        pytest.param((1, 401, 1, 200, True), id="one long row", marks=pytest.mark.slow),
+        pytest.param((1, 500, 1, 140, False), id="long chunks"),
+        pytest.param((31, 37, 12, 20, True), id="odd matrices"),
+        pytest.param((1, 670, 1, 7, True), id="short chunks"),
+    ],
 )
 def test_chunks_of_any_shape_are_the_references(
     geometry: tuple[int, int, int, int, bool], selection: Selection, make_kernels: MakeKernels
