@@ -111,6 +111,8 @@ def parallel_command(names: Sequence[str], *, slow: bool, dist: str = "worksteal
 def mpi_command(launcher: Launcher, size: int, *, slow: bool) -> tuple[list[str], dict[str, str]]:
     start = mpirun_command(launcher, size)
     command, env = pytest_command(["mpi"], slow=slow)
+    # Hypothesis would be imported by every rank, for a summary of nothing.
+    command += ["-p", "no:hypothesispytest"]
     left_out = [] if slow else [f"--ignore=tests/mpi/{file}" for file in LEFT_OUT.get(launcher, ())]
     return [*start.argv, *command, *left_out, "-p", "no:cacheprovider", "--with-mpi"], {**start.env, **env}
 

@@ -69,16 +69,11 @@ def simulate_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon =
     """
     tau_s = [_all_reduce_s(cluster, workload, size) for size in workload.bucket_nbytes]
     computed_s = workload.forward_s + np.cumsum(workload.backward_s)
-    optimizer_s = sum(workload.optimizer_s)
-    ready_s, finished = 0.0, []
-    for iteration in range(horizon.iterations):
-        slowest = workload.draw(cluster.nodes, iteration, horizon.seed).max()
-        end_s = ready_s
-        for gradient_s, exchange_s in zip(ready_s + slowest * computed_s, tau_s, strict=True):
-            end_s = max(float(gradient_s), end_s) + exchange_s
-        ready_s = end_s + optimizer_s
-        finished.append(ready_s)
-    return Timing(tuple(finished), horizon.warmup)
+    # Exchanges queue: an iteration ends when, after the last bucket that was waited for, all later ones are exchanged.
+    from_here_s = np.cumsum(tau_s[::-1])[::-1]
+    slowest = [workload.draw(cluster.nodes, iteration, horizon.seed).max() for iteration in range(horizon.iterations)]
+    lengths_s = np.max(np.outer(slowest, computed_s) + from_here_s, axis=1) + sum(workload.optimizer_s)
+    return Timing(tuple(np.cumsum(lengths_s).tolist()), horizon.warmup)
 
 
 def _all_reduce_s(cluster: Cluster, workload: Workload, nbytes: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -108,16 +109,25 @@ class Workload:
 
         All methods see the same draws, so their ratio does not depend on luck.
         """
-        factors = np.array(self.slowness, dtype=np.float64) if self.slowness else np.ones(nodes)
-        if len(factors) != nodes:
-            raise ModelError(f"got {len(factors)} factors of slowness for {nodes} nodes, needed one for each, or none.")
-        if self.sigma > 0 or self.straggler.probability > 0:
-            generator = np.random.default_rng((seed, iteration))
-            # A normal draw of many sigma could be negative; time cannot.
-            factors = factors * np.maximum(1 + self.sigma * generator.standard_normal(nodes), 0.0)
-            hit = generator.random(nodes) < self.straggler.probability
-            factors = factors * (1 + self.straggler.slowdown * hit)
-        return factors
+        slowness = self.slowness or (1.0,) * nodes
+        if len(slowness) != nodes:
+            raise ModelError(
+                f"got {len(slowness)} factors of slowness for {nodes} nodes, needed one for each, or none."
+            )
+        if not (self.sigma > 0 or self.straggler.probability > 0):
+            return np.array(slowness, np.float64)
+        return _draw(slowness, self.sigma, self.straggler, iteration, seed).copy()
+
+
+@lru_cache(maxsize=4096)  # A fit simulates the same iterations hundreds of times.
+def _draw(
+    slowness: tuple[float, ...], sigma: float, straggler: Straggler, iteration: int, seed: int
+) -> NDArray[np.float64]:
+    generator = np.random.default_rng((seed, iteration))
+    # A normal draw of many sigma could be negative; time cannot.
+    factors = np.array(slowness, np.float64) * np.maximum(1 + sigma * generator.standard_normal(len(slowness)), 0.0)
+    hit = generator.random(len(slowness)) < straggler.probability
+    return factors * (1 + straggler.slowdown * hit)
 
 
 def plan_workload(

@@ -1,6 +1,6 @@
 """Fixtures for tests on emulated clusters.
 
-``cluster`` is a running one of 2 nodes x 2 ranks at 100 mbit, shared by all tests:
+``cluster`` is a running one of 2 nodes x 2 ranks at 50 mbit, shared by all tests:
 
     def test_something(cluster: Cluster) -> None:
         finished = cluster.run([sys.executable, "-c", PROGRAM], launcher="openmpi", timeout_s=60)
@@ -34,6 +34,6 @@ def emulation() -> None:
 
 @pytest.fixture(scope="session")
 def cluster(emulation: None) -> Iterator[Cluster]:  # noqa: ARG001
-    """A running cluster of 2 nodes x 2 ranks, at 100 mbit."""
-    with open_cluster(ClusterSpec(nodes=2, ranks_per_node=2, rate="100mbit")) as running:
+    """A running cluster of 2 nodes x 2 ranks, at 50 mbit."""
+    with open_cluster(ClusterSpec(nodes=2, ranks_per_node=2, rate="50mbit")) as running:
         yield running

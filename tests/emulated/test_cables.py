@@ -57,9 +57,9 @@ def test_every_cable_carries_its_rate_both_ways(cluster: Cluster) -> None:
 
 
 def test_idle_time_buys_no_free_transfer(cluster: Cluster) -> None:
-    # 40 kB at 100 mbit take 3.2 ms. No message may beat 80 % of that; how much slower a busy machine is says nothing.
+    # 40 kB at 50 mbit take 6.4 ms. No message may beat 80 % of that; how much slower a busy machine is says nothing.
     durations_s, _ = _send(cluster, nbytes=40_000, messages=10, idle_s=0.05)
-    assert min(durations_s) >= 0.8 * 40_000 * 8 / 100e6
+    assert min(durations_s) >= 0.8 * 40_000 * 8 / 50e6
 
 
 def test_counters_show_what_was_sent_and_little_more(cluster: Cluster) -> None:

@@ -35,7 +35,7 @@ LAWS: dict[str, Callable[[World], object]] = {
         )
     },
     **{name: law for name, law in replicas_of().items() if name.endswith((", sign", ", overlap", ", outer"))},
-    **{name: decentralized_laws.LAWS[name] for name in decentralized_laws.CORE},
+    **{f"decentralized, {name}": decentralized_laws.LAWS[name] for name in decentralized_laws.CORE},
     "states_go_on, sign": partial(checkpoint_laws.states_go_on, name=next(iter(OPTIMIZERS))),
 }
 

@@ -135,7 +135,6 @@ def keep_laws(pipe: Connection, folder: Path) -> None:
         faulthandler.dump_traceback_later(LAW_LIMIT_S, exit=True, file=stack)
         with flexcomm.connect(timeout_s=TIMEOUT_S) as world:
             pipe.send((None, None))
-            gc.freeze()
             while (given := pipe.recv()) is not None:
                 law, limit_s = given
                 faulthandler.dump_traceback_later(limit_s, exit=True, file=stack)

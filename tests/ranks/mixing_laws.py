@@ -395,10 +395,8 @@ LAWS |= CONVERGENCES
 
 
 def usual_laws(shape: Shape) -> list[str]:
-    """Of the convergences, which take hundreds of rounds, three on three nodes."""
+    """Of the convergences, which take hundreds of rounds, two on three nodes."""
     if shape not in ALWAYS:
         return []
-    usual = [
-        name for name in CONVERGENCES if name.endswith((" sign2, fixed_ring", " int8, complete", " push-sum int8"))
-    ]
+    usual = [name for name in CONVERGENCES if name.endswith((" sign2, fixed_ring", " push-sum int8"))]
     return [name for name in LAWS if name not in CONVERGENCES or (name in usual and shape.nodes > 2)]

@@ -106,6 +106,7 @@ def final_bits(runs: tuple[Run, ...]) -> list[list[bytes]]:
     return found
 
 
+@pytest.mark.slow
 def test_replicas_end_with_the_same_bits_whatever_ran_before_in_their_processes() -> None:
     one, other = run_ranks(final_bits, 2, (ADAMW, DEMO, ADAMW, DEMO), ranks_per_node=1)
     assert one == other

@@ -31,6 +31,7 @@ from flexcomm.kernels.cpu.shares import cut_up
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.coefficients import encode, sent_coefficients
 from flexcomm.wire import plan_layout
+from tests.slow import slow_but
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,7 @@ def compiled_ahead() -> dict[str, list[str]]:
     return signatures()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", slow_but([3], [1, 3]))
 @pytest.mark.parametrize("law", KERNEL_LAWS, ids=lambda law: law.__name__)
 def test_cpu_kernels_keep_the_law_and_compile_nothing_but_what_is_compiled_ahead(
     law: Callable[[Kernels, str], None],
