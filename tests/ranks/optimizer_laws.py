@@ -120,14 +120,14 @@ def replicas_hold_the_same_bits(world: World, make: Make, every: int, steps: int
         assert bool(new.isfinite().all()), f"{name} is finite"
 
 
-def replicas_of(steps: int = 4) -> dict[str, Callable[[World], object]]:
-    """Return a law for each optimizer, by name."""
+def replicas_of(steps: int = 4, every: int = 1) -> dict[str, Callable[[World], object]]:
+    """Return a law for each optimizer, by name; replicas are compared after every so many of the steps they meet in."""
     law = replicas_hold_the_same_bits.__name__
-    return {f"{law}, {name}": partial(_replicas_of, name, steps) for name in OPTIMIZERS}
+    return {f"{law}, {name}": partial(_replicas_of, name, steps, every) for name in OPTIMIZERS}
 
 
-def _replicas_of(name: str, steps: int, world: World) -> None:
-    replicas_hold_the_same_bits(world, OPTIMIZERS[name], EVERY.get(name, 1), steps)
+def _replicas_of(name: str, steps: int, every: int, world: World) -> None:
+    replicas_hold_the_same_bits(world, OPTIMIZERS[name], every * EVERY.get(name, 1), steps)
 
 
 def local_steps_are_taken_alone(world: World) -> None:

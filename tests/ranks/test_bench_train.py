@@ -62,7 +62,7 @@ def test_ranks_note_finite_losses_fewer_bytes_and_equal_replicas(tmp_path: Path)
 
 
 def test_shards_learn_from_half_the_gradients_on_every_rank(tmp_path: Path) -> None:
-    runs = (ADAMW, DEMO, Run("local", 0.002, 0))
+    runs = (DEMO, Run("local", 0.002, 0))
     settings = replace(SETTINGS, steps=5, log_every=5, eval_every=5, shard=True, ranks_per_node=2)
     for history in histories(Plan(settings, runs), tmp_path, 2).values():
         assert history.start is not None
@@ -73,7 +73,7 @@ def test_shards_learn_from_half_the_gradients_on_every_rank(tmp_path: Path) -> N
 
 
 def test_over_paced_links_no_step_is_faster_than_its_bytes(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, rate="10mbit", links="paced", seconds=0.5)
+    settings = replace(SETTINGS, rate="10mbit", links="paced", seconds=0.3)
     found = histories(Plan(settings, (ADAMW, DEMO)), tmp_path, 1)
     for history in found.values():
         assert history.ending is not None

@@ -99,9 +99,13 @@ def test_transformers_learn(model: str, launcher: Launcher) -> None:
     require_falling(run("transformers_fsdp2", f"--model={model}", launcher=launcher))
 
 
-@pytest.mark.parametrize("launcher", slow_but(["torchrun"], ["openmpi", "torchrun", "mpich"]))
-def test_shards_of_two_ranks_learn_on_two_nodes(launcher: Launcher) -> None:
-    require_falling(run("fsdp2", "--route=optimizer", launcher=launcher, ranks=4, ranks_per_node=2))
+SHARDED = [("torchrun", 1), ("openmpi", 2), ("torchrun", 2), ("mpich", 2)]
+
+
+@pytest.mark.parametrize(("launcher", "ranks_per_node"), slow_but(SHARDED[:1], SHARDED))
+def test_sharded_models_learn_on_two_nodes(launcher: Launcher, ranks_per_node: int) -> None:
+    ranks = 2 * ranks_per_node
+    require_falling(run("fsdp2", "--route=optimizer", launcher=launcher, ranks=ranks, ranks_per_node=ranks_per_node))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PARITIES = {"matrix": ((70, 130), 32, 7), "flat": ((130,), 8, 0)}
 BY_NAME: dict[str, Callable[[World], object]] = {law.__name__: law for law in LAWS}
 REPLICAS = replicas_of()
-MANY_STEPS = replicas_of(steps=1000)
+MANY_STEPS = replicas_of(steps=1000, every=25)
 PARITY = {
     f"{fifty_steps_are_demos.__name__}, {name}": partial(fifty_steps_are_demos, shape=size, k=k, seed=seed)
     for name, (size, k, seed) in PARITIES.items()
