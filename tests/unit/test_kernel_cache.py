@@ -77,7 +77,9 @@ class Use:
 
 def start(sources: Path, kernel: str = KERNEL, before: str = "", **environment: str) -> Use:
     sources.mkdir(exist_ok=True)
-    (sources / "toy.py").write_text(kernel)
+    written = sources / f"{uuid.uuid4().hex}.tmp"
+    written.write_text(kernel)
+    written.replace(sources / "toy.py")  # At once: a process that was started before may be importing it.
     output = sources / f"{uuid.uuid4().hex}.txt"
     environment = {CACHE_VARIABLE: os.environ[CACHE_VARIABLE], "TMPDIR": tempfile.gettempdir(), **environment}
     process = CONTEXT.Process(target=use_toy, args=(sources, output, before, environment))
