@@ -539,7 +539,7 @@ CORE = (
     "averaging_leaves_no_trace",
     "a run goes on, plain",
 )
-"""Laws that every shape and every kind of cable is held to."""
+"""Laws that are also held over MPI."""
 TORCH_LAWS: dict[str, Callable[[World], object]] = {
     "sharded_models_are_replicas_of_nodes": sharded_models_are_replicas_of_nodes,
     "sharded_runs_go_on": sharded_runs_go_on,

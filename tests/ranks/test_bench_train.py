@@ -28,13 +28,14 @@ from bench.train_records import History, Record, read_history
 from bench.train_schedule import warm_up_then_cosine
 from bench.train_trainee import make_trainee
 from tests.ranks.processes import run_ranks
+from tests.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[2]
 # Kernels that were never compiled on this machine are compiled by every rank at once.
 pytestmark = pytest.mark.timeout(300)
 
 SETTINGS = Settings("tiny", 6, 2, 3, 3, 8, shard=False, nodes=2, ranks_per_node=1, launcher="torchrun", rate=None)
-ADAMW, DEMO = Run(BASELINE, 0.002, 0), Run("flexdemo-k32", 0.001, 0)
+ADAMW, DEMO, LOCAL = Run(BASELINE, 0.002, 0), Run("flexdemo-k32", 0.001, 0), Run("local", 0.002, 0)
 
 
 def histories(plan: Plan, folder: Path, ranks_per_node: int) -> dict[Run, History]:
@@ -61,10 +62,10 @@ def test_ranks_note_finite_losses_fewer_bytes_and_equal_replicas(tmp_path: Path)
     assert demo > 50
 
 
-def test_shards_learn_from_half_the_gradients_on_every_rank(tmp_path: Path) -> None:
-    runs = (DEMO, Run("local", 0.002, 0))
+@pytest.mark.parametrize("runs", slow_but([[DEMO, LOCAL]], [[DEMO, LOCAL], [ADAMW]]), ids=["ours", "adamw"])
+def test_shards_learn_from_half_the_gradients_on_every_rank(tmp_path: Path, runs: list[Run]) -> None:
     settings = replace(SETTINGS, steps=5, log_every=5, eval_every=5, shard=True, ranks_per_node=2)
-    for history in histories(Plan(settings, runs), tmp_path, 2).values():
+    for history in histories(Plan(settings, tuple(runs)), tmp_path, 2).values():
         assert history.start is not None
         assert history.ending is not None
         assert history.start.parameters == 2 * history.start.parameters_per_rank == 2 * history.ending.gradient_elements

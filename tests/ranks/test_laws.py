@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.ranks.decentralized_laws import Net, made
 from tests.ranks.laws import close_pools, keep
 from tests.ranks.shapes import Shape
 
@@ -50,6 +52,15 @@ def write_own_process(folder: Path, world: World) -> None:
     (folder / f"{world.topology.rank}-{os.getpid()}").touch()
 
 
+def leave_an_optimizer_in_a_cycle(folder: Path, world: World) -> None:
+    """It has groups of its own, and only a collection ends it: none happens by itself."""
+    gc.disable()
+    optimizer = made(Net(), world)
+    cycle: list[object] = [optimizer]
+    cycle.append(cycle)
+    (folder / f"{world.topology.rank}-{len(list(Path('/proc/self/task').iterdir()))}").touch()
+
+
 @pytest.mark.parametrize(
     ("law", "words"), [(raise_on_rank_one, "this rank failed on purpose"), (die_on_rank_one, "SIGKILL")]
 )
@@ -76,3 +87,11 @@ def test_ranks_are_kept_from_law_to_law_until_they_are_closed(tmp_path: Path) ->
     close_pools()
     pids = [int(file.name.split("-")[1]) for file in tmp_path.iterdir()]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_law_leaves_no_groups_to_the_next(tmp_path: Path) -> None:
+    close_pools()
+    for _ in range(3):
+        keep(partial(leave_an_optimizer_in_a_cycle, tmp_path), TWO)
+    assert len(list(tmp_path.iterdir())) == 2, "every rank has as many threads in every law"
+    close_pools()
