@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 WIDTH, HIDDEN = 40, 75
 """Not multiples of anything: shards are uneven."""
-COMPRESSOR = flexcomm.demo(k=8, chunk=16, values="fp32")
+COMPRESSOR = flexcomm.demo(k=4, chunk=16, values="fp32")
+"""So sparse that among four nodes, too, no bucket is better sent in full: each would choose for itself."""
 EVERYTHING = flexcomm.dense(torch.float32)
 
 
