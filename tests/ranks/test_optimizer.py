@@ -20,6 +20,7 @@ PARITIES = {"matrix": ((70, 130), 32, 7), "flat": ((130,), 8, 0)}
 BY_NAME: dict[str, Callable[[World], object]] = {law.__name__: law for law in LAWS}
 REPLICAS = replicas_of()
 MANY_STEPS = replicas_of(steps=1000, every=25)
+ON_LARGER_NODES = ("sign", "overlap", "adamw", "steps", "outer")
 PARITY = {
     f"{fifty_steps_are_demos.__name__}, {name}": partial(fifty_steps_are_demos, shape=size, k=k, seed=seed)
     for name, (size, k, seed) in PARITIES.items()
@@ -43,7 +44,12 @@ def test_the_optimizers_keep_the_law(shape: Shape, law: str) -> None:
     keep(EVERYTHING[law], shape)
 
 
+def long_laws(shape: Shape) -> list[str]:
+    """Every optimizer on nodes of one rank; on larger ones, where a step takes six times as long, one of a kind."""
+    return [law for law in MANY_STEPS if shape.ranks_per_node == 1 or law.split(", ")[1] in ON_LARGER_NODES]
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("shape", "law"), cases([Shape(2, 2)], MANY_STEPS, lambda _: []))
+@pytest.mark.parametrize(("shape", "law"), cases([Shape(2, 1), Shape(2, 2)], long_laws, lambda _: []))
 def test_replicas_are_equal_after_a_thousand_steps(shape: Shape, law: str) -> None:
     keep(MANY_STEPS[law], shape, limit_s=300)
