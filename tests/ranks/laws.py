@@ -139,8 +139,10 @@ def keep_laws(pipe: Connection, folder: Path) -> None:
                 law, limit_s = given
                 faulthandler.dump_traceback_later(limit_s, exit=True, file=stack)
                 law(world)
-                # What a law leaves in cycles keeps groups alive, whose threads wake up a hundred times per second.
+                # What a law leaves in cycles keeps groups alive, whose threads wake up a hundred times per second. What
+                # is still used stays, as caches do: the next collection need not look at it.
                 gc.collect()
+                gc.freeze()
                 # A law ends on all ranks before the next begins, so that all agree on which one was broken.
                 world.control.barrier().wait()
                 faulthandler.cancel_dump_traceback_later()
