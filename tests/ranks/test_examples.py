@@ -1,4 +1,4 @@
-"""Every example learns, compresses and ends with equal replicas, under torchrun and, marked slow, under mpirun."""
+"""Every example learns, compresses and ends with equal replicas; under every launcher where slow tests run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_transformers_learn(model: str, launcher: Launcher) -> None:
     require_falling(run("transformers_fsdp2", f"--model={model}", launcher=launcher))
 
 
-SHARDED = [("torchrun", 1), ("openmpi", 2), ("torchrun", 2), ("mpich", 2)]
+SHARDED = [("mpich", 1), ("torchrun", 1), ("openmpi", 2), ("torchrun", 2), ("mpich", 2)]
 
 
 @pytest.mark.parametrize(("launcher", "ranks_per_node"), slow_but(SHARDED[:1], SHARDED))

@@ -66,7 +66,7 @@ def readme_example(folder: Path) -> Path:
 ONE_LINE = "print(flexcomm.connect(ranks_per_node=2).topology)"
 
 
-@pytest.mark.parametrize("launcher", slow_but(["openmpi"], LAUNCHERS))
+@pytest.mark.parametrize("launcher", slow_but(["mpich"], LAUNCHERS))
 def test_the_example_of_the_readme_runs_and_one_line_connects(launcher: Launcher, tmp_path: Path) -> None:
     """Four ranks run the example as it stands, then one line whose world nobody closes."""
     program = readme_example(tmp_path)

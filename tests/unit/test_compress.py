@@ -38,6 +38,7 @@ from flexcomm.kernels import ReferenceKernels, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.testing import COMPRESSOR_LAWS, check_compressor
 from flexcomm.testing.coefficients import encode, sent_coefficients
+from tests.slow import slow_but
 from tests.unit.buckets import gather, opened
 
 if TYPE_CHECKING:
@@ -363,7 +364,7 @@ LAWFUL = (
 )
 
 
-@pytest.mark.parametrize("compressor", LAWFUL, ids=str)
+@pytest.mark.parametrize("compressor", slow_but(LAWFUL[::2], LAWFUL), ids=str)
 def test_a_compressor_keeps_the_laws(compressor: Compressor) -> None:
     check_compressor(compressor, CPU)
 

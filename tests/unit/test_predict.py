@@ -128,14 +128,14 @@ def test_schedules_that_cannot_be_are_left_out_with_the_reason() -> None:
 
 
 def test_on_endless_links_nothing_beats_all_reduce() -> None:
-    rows = predict_rows(scene(1e6), contestants())
+    rows = predict_rows(scene(1e6), contestants("one-peer-exp", "aer"))
     assert recommend(rows).method == "all-reduce"
     assert all(row.speedup <= 1 + GPT.forward_s / GPT.compute_s for row in rows)
     assert "Stay with all-reduce" in recommend(rows).sentence
 
 
 def test_on_slow_links_flexdemo_wins_by_the_bytes_it_does_not_send() -> None:
-    rows = predict_rows(scene(0.1), contestants())
+    rows = predict_rows(scene(0.1), contestants("one-peer-exp"))
     best = recommend(rows)
     assert best.method == "flexdemo k=32"
     assert "a node sends" in best.sentence
