@@ -60,6 +60,7 @@ def test_every_launcher_finds_the_nodes_by_itself_and_only_the_inter_cable_is_us
         assert 2 * INTER_NBYTES <= traffic.sent_nbytes <= 2 * INTER_NBYTES * 1.15 + STARTUP_NBYTES
 
 
+@pytest.mark.slow
 def test_ranks_dealt_out_round_robin_are_found_on_their_nodes(cluster: Cluster) -> None:
     """Open MPI numbers no nodes; local ranks that do not count up in blocks make the library ask MPI."""
     if not is_installed("openmpi"):

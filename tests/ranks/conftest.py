@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.ranks.laws import close_pools
-from tests.ranks.processes import context
-
 if TYPE_CHECKING:
     import pytest
 
@@ -23,10 +20,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Wait here for imports, and for kernels that were never compiled on this machine: a test has a time limit."""
     config = session.config
     if hasattr(config, "workerinput") or not (config.getoption("numprocesses", None) or config.option.collectonly):
+        # A process that only hands out tests does without torch.
+        from tests.ranks.laws import close_pools
+        from tests.ranks.processes import context
+
+        config.add_cleanup(close_pools)
         process = context.Process(target=str)
         process.start()
         process.join()
-
-
-def pytest_sessionfinish() -> None:
-    close_pools()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks.laws import cases, keep
 from tests.ranks.optimizer_laws import LAWS, fifty_steps_are_demos, replicas_of
-from tests.ranks.shapes import ALWAYS, SHAPES, Shape
+from tests.ranks.shapes import SHAPES, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,10 +33,9 @@ def laws_in(shape: Shape) -> list[str]:
 
 
 def usual_laws(shape: Shape) -> list[str]:
-    """Everything where nodes have two ranks; on three nodes, every second optimizer, and the steps of DeMo itself."""
-    if shape == Shape(2, 2):
-        return laws_in(shape)
-    return [*list(REPLICAS)[::2], *PARITY] if shape in ALWAYS else []
+    """Every second law where nodes have two ranks; on three nodes, the others and the steps of DeMo itself."""
+    names = [*BY_NAME, *REPLICAS]
+    return {Shape(2, 2): names[::2], Shape(3, 1): [*names[1::2], *PARITY]}.get(shape, [])
 
 
 @pytest.mark.parametrize(("shape", "law"), cases(SHAPES, laws_in, usual_laws))
