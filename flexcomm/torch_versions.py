@@ -15,7 +15,7 @@ from flexcomm.version import __version__
 __all__ = ["TESTED_ON", "TESTED_VERSIONS", "log_untested_version", "missing", "private"]
 
 TESTED_VERSIONS = ("2.13.0", "2.14.1", "2.15.0")
-TESTED_ON = "2026-11-17"
+TESTED_ON = "2026-11-18"
 
 log = logging.getLogger(__name__)
 
