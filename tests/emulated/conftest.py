@@ -36,7 +36,7 @@ def emulation() -> None:
 def cluster(emulation: None) -> Iterator[Cluster]:  # noqa: ARG001
     """A running cluster of 2 nodes x 2 ranks, at 50 mbit.
 
-    All of a worker's tests depend on it, so it waits for as long as a test of the other worker may keep both cores busy.
+    All of a worker's tests depend on it, so it waits for as long as the other worker's test may keep both cores busy.
     """
     with open_cluster(ClusterSpec(nodes=2, ranks_per_node=2, rate="50mbit", patience_s=180.0)) as running:
         yield running
