@@ -15,7 +15,7 @@ from bench.errors import UsageError
 from bench.train_muon import Muon
 from bench.train_plan import Settings
 from flexcomm import Compressor, World, demo, dense, random_k, striding
-from flexdemo import Exchanged, FlexDeMo, FlexDeMoAdamW, Outer
+from flexdemo import DistributedOptimizer, FlexDeMo, FlexDeMoAdamW, OuterOptimizer
 
 BASELINE = "adamw"
 
@@ -99,13 +99,13 @@ def _muon(compressor: Compressor, **settings: Any) -> Builder:
         rest = [(name, param) for name, param in named if not any(param is one for _, one in matrices)]
         muon = Muon(matrices, lr, weight_decay=WEIGHT_DECAY)
         others = AdamW(rest, lr, BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-        return Exchanged([muon, others], compressor=compressor, world=world, **settings)
+        return DistributedOptimizer([muon, others], compressor=compressor, world=world, **settings)
 
     return build
 
 
 # A node alone may meet NaN that others do not: to raise there would leave them without it. Losses tell of it anyway.
-_ALONE = {"exchange_every": _LOCAL_STEPS, "nonfinite": "skip"}
+_ALONE = {"sync_every": _LOCAL_STEPS, "nonfinite": "skip"}
 
 _TABLE = (
     Method(BASELINE, "torch's AdamW on the mean gradient, sent as fp32", adamw(dense(torch.float32)), ADAMW_GRID),
@@ -133,22 +133,22 @@ _TABLE = (
     ),
     Method(
         "local-outer",
-        f"the same, moved by Outer() along the mean: DiLoCo with {_LOCAL_STEPS} steps",
-        adamw(_THREE_BITS, outer=Outer(), **_ALONE),
+        f"the same, moved by OuterOptimizer() along the mean: DiLoCo with {_LOCAL_STEPS} steps",
+        adamw(_THREE_BITS, outer=OuterOptimizer(), **_ALONE),
         ADAMW_GRID,
         meets_every=_LOCAL_STEPS,
     ),
     Method(
         "local-muon",
         f"Muon, {_LOCAL_STEPS} steps alone, then the mean in three bits",
-        _muon(_THREE_BITS, exchange="steps", **_ALONE),
+        _muon(_THREE_BITS, sync="steps", **_ALONE),
         _MUON_GRID,
         meets_every=_LOCAL_STEPS,
     ),
     Method(
         "steps-muon",
         "Muon's steps, every one of them exchanged as demo(k=320, values='sign')",
-        _muon(demo(320, values="sign"), exchange="steps"),
+        _muon(demo(320, values="sign"), sync="steps"),
         _MUON_GRID,
     ),
 )

@@ -18,7 +18,7 @@ from bench.train_pace import Pace
 from bench.train_plan import INTERVALS, Run, Settings
 from bench.train_schedule import Forecast, warm_up_then_cosine
 from flexcomm import World
-from flexdemo import Decentralized
+from flexdemo import DecentralizedOptimizer
 from flexdemo.parameters import local
 
 _EVAL_WINDOWS_AT_ONCE = 16
@@ -53,7 +53,7 @@ class Trainee:
     @property
     def is_decentralized(self) -> bool:
         """Whether replicas differ, because nodes mix them with few others at a time."""
-        return isinstance(self.optimizer, Decentralized)
+        return isinstance(self.optimizer, DecentralizedOptimizer)
 
     def step(self, number: int) -> Tensor:
         """Take one step, and return this rank's loss before it."""
@@ -80,12 +80,12 @@ class Trainee:
     def averaged(self) -> Iterator[None]:
         """Hold the mean of all replicas in the model, if its optimizer lets them differ. All ranks call it together."""
         optimizer = self.optimizer
-        with torch.no_grad(), optimizer.average() if isinstance(optimizer, Decentralized) else nullcontext():
+        with torch.no_grad(), optimizer.average() if isinstance(optimizer, DecentralizedOptimizer) else nullcontext():
             yield
 
     def consensus_distance(self) -> float | None:
         """Return how far replicas are from their mean; None if they are equal. All ranks call it together."""
-        return self.optimizer.consensus_distance() if isinstance(self.optimizer, Decentralized) else None
+        return self.optimizer.consensus_distance() if isinstance(self.optimizer, DecentralizedOptimizer) else None
 
     def evaluate(self) -> float:
         """Return the mean loss on validation bytes, the same on all ranks, of which each reads its share.

@@ -33,8 +33,8 @@ from flexcomm.errors import (
     TransportUnavailableError,
     WireError,
 )
-from flexcomm.gossip.compressed import MixMemory
-from flexcomm.gossip.mixing import Mixed, MixHandle, mix, start_mix
+from flexcomm.gossip.compressed import MixResiduals
+from flexcomm.gossip.mixing import MixHandle, MixResult, mix, start_mix
 from flexcomm.gossip.push_sum import PushSum
 from flexcomm.residuals import Residuals
 from flexcomm.sync import SyncHandle, hierarchical_sync, start_exchange, start_sync
@@ -53,8 +53,8 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidTensorError",
     "MixHandle",
-    "MixMemory",
-    "Mixed",
+    "MixResiduals",
+    "MixResult",
     "NonFiniteError",
     "PeerLostError",
     "Pipeline",

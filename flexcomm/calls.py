@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from flexcomm.between import Memory
+from flexcomm.bootstrap.hang_report import explain_timeout
 from flexcomm.bucket import check_numbers
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError
-from flexcomm.inquiry import explain_deadline
 from flexcomm.kernels import LARGEST_MAGNITUDE, Kernels, Momentum, choose_kernels
 from flexcomm.routes import Request, Route, plan_routes
 from flexcomm.stats import SyncRecord
@@ -94,7 +94,7 @@ class Itinerary:
 def make_itinerary(world: World, intra: Transport, request: Request, device: torch.device) -> Itinerary:
     """Return what follows from a request; ``intra`` joins the ranks of a node that take part."""
     whole = intra is world.intra
-    pairs = world.topology.pairs if whole else [world.topology.pairs[world.topology.local_rank]]
+    pairs = world.topology.inter_groups if whole else [world.topology.inter_groups[world.topology.local_rank]]
     senders = [[f"rank {rank} (node {node})" for node, rank in enumerate(ranks)] for ranks in pairs]
     return Itinerary(request, device, world.inter.size, intra.size, intra.rank, whole, senders)
 
@@ -124,7 +124,7 @@ class Calls:
         if number not in itinerary.agreed_after:
             before = "none" if previous is None else str(previous.request.fields())
             verb = "start_sync" if itinerary.whole else "start_exchange"
-            agree = world.agree if itinerary.whole else world.agree_between
+            agree = world.agree if itinerary.whole else world.agree_inter
             agree(itinerary.request.fields() | {"call": verb, "call before": before})
             itinerary.agreed_after.add(number)
         self.previous = itinerary
@@ -197,7 +197,7 @@ class Call:
             for walker in self._walks:
                 walker.go_on_to_rest()
         except DeadlineExceededError as error:
-            explained = explain_deadline(self._world, error, self.calls.sequence)
+            explained = explain_timeout(self._world, error, self.calls.sequence)
             self._give_up(explained)
             raise explained from error
         except BaseException as error:
@@ -209,7 +209,7 @@ class Call:
         try:
             self.calls.agree(self._world, self._itinerary)
         except DeadlineExceededError as error:
-            raise explain_deadline(self._world, error, self.calls.sequence) from error
+            raise explain_timeout(self._world, error, self.calls.sequence) from error
 
     def finish(self) -> None:
         """Take every bucket to its end. What goes wrong is kept for those who ask for the result."""
@@ -221,7 +221,7 @@ class Call:
                 raise failures[0]
             self._settle([sender for walker in self._walks for sender in walker.flagged])
         except DeadlineExceededError as error:
-            self._give_up(explain_deadline(self._world, error, self.calls.sequence))
+            self._give_up(explain_timeout(self._world, error, self.calls.sequence))
         except BaseException as error:
             self._give_up(error)
             if not isinstance(error, Exception):
@@ -299,7 +299,7 @@ class Call:
         for stage, memory in self._taken:
             if len(stage.free) < _MOST_SPARE:
                 stage.free.append(memory)
-        self._world.enter(self.record, sequence=self.calls.sequence, step=self._step)
+        self._world.add_stats(self.record, sequence=self.calls.sequence, step=self._step)
 
     def _give_up(self, error: BaseException) -> None:
         """Leave everything as it was. Buffers are not used again: a cable may still write into them."""

@@ -73,7 +73,7 @@ class SyncError(FlexcommError):
 
 
 class TopologyError(FlexcommError):
-    """Rank, size, node or local rank cannot be told, or what was announced contradicts itself."""
+    """Rank, size, node or local rank cannot be told, or what the launcher says contradicts itself."""
 
 
 class ConfigMismatchError(FlexcommError):

@@ -7,12 +7,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flexcomm.ranges import shown_as
+from flexcomm.profiling import profiler_range
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Ledger", "Phase", "SyncRecord"]
+__all__ = ["Phase", "StatsHistory", "SyncRecord"]
 
 Phase = Literal["encode", "intra", "inter", "decode", "waiting"]
 
@@ -81,7 +81,7 @@ class _Stopwatch:
     def __init__(self, record: SyncRecord, phase: Phase) -> None:
         self._record = record
         self._phase = phase
-        self._shown = shown_as(phase)
+        self._shown = profiler_range(phase)
 
     def __enter__(self) -> None:
         if self._shown is not None:
@@ -97,13 +97,13 @@ class _Stopwatch:
 
 
 @dataclass
-class Ledger:
+class StatsHistory:
     """The sum of all synchronisations of a world, and the last ones one by one."""
 
     total: SyncRecord = field(default_factory=SyncRecord)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
-    def enter(self, record: SyncRecord, **remarks: Any) -> None:
+    def add(self, record: SyncRecord, **remarks: Any) -> None:
         """Add what a synchronisation came to; ``remarks`` are remembered with it, not added."""
         self.total.add(record)
         self.recent.append({**remarks, **record.as_dict()})

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Announcement", "Topology", "arrange", "blocks", "from_mesh", "read_launcher"]
+__all__ = ["RankInfo", "Topology", "arrange", "blocks", "from_mesh", "read_launcher"]
 
 RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"
 
@@ -60,7 +60,7 @@ class Topology:
         return self.members[self.node].index(self.rank)
 
     @property
-    def pairs(self) -> tuple[tuple[int, ...], ...]:
+    def inter_groups(self) -> tuple[tuple[int, ...], ...]:
         """The other way to group the ranks: ``pairs[local_rank][node]``, those that talk between nodes."""
         return tuple(zip(*self.members, strict=True))
 
@@ -72,7 +72,7 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Announcement:
+class RankInfo:
     """What a launcher told one rank about itself; ``None`` where it told nothing."""
 
     launcher: str
@@ -128,7 +128,7 @@ SLURM = Launcher(
 MPI_LAUNCHERS = (OPENMPI.name, PMI.name)
 
 
-def read_launcher(environ: Mapping[str, str]) -> Announcement:
+def read_launcher(environ: Mapping[str, str]) -> RankInfo:
     """The innermost launcher's word on this rank.
 
     Launchers nest (``srun torchrun``, ``mpirun`` inside an allocation), and each leaves its variables behind. torchrun
@@ -136,8 +136,8 @@ def read_launcher(environ: Mapping[str, str]) -> Announcement:
     may have started its daemons.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
-        return announcement_from(TORCHRUN, environ)
-    openmpi, pmi = (announcement_if_any(launcher, environ) for launcher in (OPENMPI, PMI))
+        return rank_info_from(TORCHRUN, environ)
+    openmpi, pmi = (rank_info_if_any(launcher, environ) for launcher in (OPENMPI, PMI))
     slurm = read_slurm_step(environ)
     # `srun --mpi=pmi2` sets PMI_* too, and Slurm then knows more. Hydra, whose proxies srun may start, tells them.
     if pmi and slurm and pmi.local_rank is None and (pmi.rank, pmi.size) == (slurm.rank, slurm.size):
@@ -146,28 +146,28 @@ def read_launcher(environ: Mapping[str, str]) -> Announcement:
     if found is None:
         return read_without_launcher(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        check_same_place(found, announcement_from(TORCHRUN, environ))
+        check_same_place(found, rank_info_from(TORCHRUN, environ))
     return found
 
 
-def read_without_launcher(environ: Mapping[str, str]) -> Announcement:
-    by_hand = announcement_if_any(TORCHRUN, environ)
+def read_without_launcher(environ: Mapping[str, str]) -> RankInfo:
+    by_hand = rank_info_if_any(TORCHRUN, environ)
     if by_hand is not None:
         return replace(by_hand, launcher="environment")
     if "PMIX_RANK" in environ:
         raise TopologyError(
-            f"a PMIx launcher started this process (PMIX_RANK={environ['PMIX_RANK']}), but announced no size. Start "
+            f"a PMIx launcher started this process (PMIX_RANK={environ['PMIX_RANK']}), but gave no size. Start "
             f"with mpirun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."
         )
-    return Announcement("none", node=0, local_rank=0, local_size=1)
+    return RankInfo("none", node=0, local_rank=0, local_size=1)
 
 
-def announcement_if_any(launcher: Launcher, environ: Mapping[str, str]) -> Announcement | None:
+def rank_info_if_any(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo | None:
     names = launcher.rank + launcher.size + launcher.local_rank + launcher.local_size
-    return announcement_from(launcher, environ) if any(name in environ for name in names) else None
+    return rank_info_from(launcher, environ) if any(name in environ for name in names) else None
 
 
-def announcement_from(launcher: Launcher, environ: Mapping[str, str]) -> Announcement:
+def rank_info_from(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:
     """What ``launcher`` announced, checked for being whole and possible."""
     rank, size = (first_number(names, environ) for names in (launcher.rank, launcher.size))
     if rank is None or size is None:
@@ -179,16 +179,16 @@ def announcement_from(launcher: Launcher, environ: Mapping[str, str]) -> Announc
     node, local_rank, local_size = (
         first_number(names, environ) for names in (launcher.node, launcher.local_rank, launcher.local_size)
     )
-    found = Announcement(launcher.name, rank, size, node, local_rank, local_size)
+    found = RankInfo(launcher.name, rank, size, node, local_rank, local_size)
     check_possible(found, seen(launcher, environ))
     return found
 
 
-def read_slurm_step(environ: Mapping[str, str]) -> Announcement | None:
-    """What ``srun`` announced; a batch script outside ``srun`` carries the job's counts, but is one process."""
+def read_slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
+    """What ``srun`` says; a batch script outside ``srun`` carries the job's counts, but is one process."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
-    found = announcement_from(SLURM, environ)
+    found = rank_info_from(SLURM, environ)
     tasks = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if found.node is not None and found.node < len(tasks):
         found = replace(found, local_size=tasks[found.node])
@@ -222,7 +222,7 @@ def seen(launcher: Launcher, environ: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
 
 
-def check_possible(found: Announcement, evidence: str) -> None:
+def check_possible(found: RankInfo, evidence: str) -> None:
     """Raise unless the numbers of one announcement can be true together."""
     local_size = found.local_size if found.local_size is not None else found.size
     local_rank = found.local_rank if found.local_rank is not None else 0
@@ -234,7 +234,7 @@ def check_possible(found: Announcement, evidence: str) -> None:
         )
 
 
-def check_same_place(found: Announcement, by_hand: Announcement) -> None:
+def check_same_place(found: RankInfo, by_hand: RankInfo) -> None:
     if (found.rank, found.size) != (by_hand.rank, by_hand.size):
         raise TopologyError(
             f"two launchers contradict each other: {found.launcher} says rank {found.rank} of {found.size}, RANK and "
@@ -272,24 +272,24 @@ def blocks(size: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(start, start + ranks_per_node)) for start in range(0, size, ranks_per_node))
 
 
-def arrange(announced: Sequence[Announcement]) -> tuple[tuple[int, ...], ...] | None:
+def arrange(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...] | None:
     """The ranks of every node, from what all ranks were told; ``None`` where only an MPI can tell.
 
-    ``announced[rank]`` is that rank's. Where nodes are numbered, ranks may lie on them in any order. Where they are
+    ``rank_infos[rank]`` is that rank's. Where nodes are numbered, ranks may lie on them in any order. Where they are
     not, blocks of consecutive ranks are recognised by their local ranks counting up from 0; nothing else can be.
     """
-    if any(one.local_rank is None for one in announced):
+    if any(one.local_rank is None for one in rank_infos):
         return None
-    if all(one.node is not None for one in announced):
-        return members_by_number(announced)
-    if all(one.local_size is not None for one in announced):
-        return members_in_blocks(announced)
+    if all(one.node is not None for one in rank_infos):
+        return members_by_number(rank_infos)
+    if all(one.local_size is not None for one in rank_infos):
+        return members_in_blocks(rank_infos)
     return None
 
 
-def members_by_number(announced: Sequence[Announcement]) -> tuple[tuple[int, ...], ...]:
-    by_node: dict[int, list[Announcement]] = {}
-    for one in announced:
+def members_by_number(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
+    by_node: dict[int, list[RankInfo]] = {}
+    for one in rank_infos:
         by_node.setdefault(one.node or 0, []).append(one)
     members = tuple(
         tuple(one.rank for one in sorted(by_node[node], key=lambda one: one.local_rank or 0))
@@ -301,21 +301,21 @@ def members_by_number(announced: Sequence[Announcement]) -> tuple[tuple[int, ...
     return members
 
 
-def check_local_ranks(node: int, announced: Sequence[Announcement]) -> None:
-    local_ranks = sorted(one.local_rank or 0 for one in announced)
-    if local_ranks != list(range(len(announced))):
+def check_local_ranks(node: int, rank_infos: Sequence[RankInfo]) -> None:
+    local_ranks = sorted(one.local_rank or 0 for one in rank_infos)
+    if local_ranks != list(range(len(rank_infos))):
         raise TopologyError(
-            f"the ranks of node {node} announced local ranks {local_ranks}; needed were 0 to {len(announced) - 1}, "
+            f"the ranks of node {node} announced local ranks {local_ranks}; needed were 0 to {len(rank_infos) - 1}, "
             f"each once. If several launchers run on one host, give each a node number of its own."
         )
 
 
-def members_in_blocks(announced: Sequence[Announcement]) -> tuple[tuple[int, ...], ...] | None:
-    starts = [one.rank for one in announced if one.local_rank == 0]
-    ends = [*starts[1:], len(announced)]
+def members_in_blocks(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...] | None:
+    starts = [one.rank for one in rank_infos if one.local_rank == 0]
+    ends = [*starts[1:], len(rank_infos)]
     members = tuple(tuple(range(start, end)) for start, end in zip(starts, ends, strict=True))
     in_blocks = bool(starts) and all(
-        announced[rank].local_rank == place and announced[rank].local_size == len(ranks)
+        rank_infos[rank].local_rank == place and rank_infos[rank].local_size == len(ranks)
         for ranks in members
         for place, rank in enumerate(ranks)
     )

@@ -170,14 +170,14 @@ class Frame:
             raise WireError(sender, "length", problem)
         raw = self._read()
         header = _Header._make(_HEADER.unpack(raw))
-        announced = expected if expected.count >= 0 else replace(expected, count=header.entries)
+        received = expected if expected.count >= 0 else replace(expected, count=header.entries)
         checksum = _checksum(self._words, header.checksum, kernels)
         # One comparison instead of one for every field: what is wrong is looked for only where something is.
-        if raw != _header_bytes(announced, self._nbytes - HEADER_NBYTES, checksum):
+        if raw != _header_bytes(received, self._nbytes - HEADER_NBYTES, checksum):
             _check_header(sender, header, self._nbytes, checksum)
-            announced = Envelope(header.plan, header.step, header.sequence, header.entries, header.flags)
-            _check_agreement(sender, announced, expected)
-        return announced
+            received = Envelope(header.plan, header.step, header.sequence, header.entries, header.flags)
+            _check_agreement(sender, received, expected)
+        return received
 
     def _write(self, header: bytes) -> None:
         self._octets[:] = np.frombuffer(header, np.uint8)

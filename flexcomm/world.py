@@ -1,4 +1,4 @@
-"""The world of one job: where this rank stands, and the cables inside its node and between nodes."""
+"""The world of one job: this rank's place, and its transports inside the node and between nodes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from flexcomm.abort import abort_job_on_exception
-from flexcomm.agreement import Agreement
-from flexcomm.cabling import Cable, Cabling, check_cable, check_timeout, join_mpi_job
+from flexcomm.bootstrap.abort import abort_job_on_exception
+from flexcomm.bootstrap.consistency import ConsistencyCheck
+from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport_name, join_mpi_job
+from flexcomm.bootstrap.mpi_job import place_in_shared_memory, started_communicator
+from flexcomm.bootstrap.rendezvous import check_torch_place
 from flexcomm.errors import ConfigMismatchError, TopologyError
-from flexcomm.rendezvous import check_torch_place
-from flexcomm.stats import Ledger
+from flexcomm.stats import StatsHistory
 from flexcomm.topology import (
-    Announcement,
+    RankInfo,
     Topology,
     arrange,
     blocks,
@@ -28,7 +29,6 @@ from flexcomm.topology import (
 )
 from flexcomm.torch_versions import log_untested_version
 from flexcomm.transport import LoopbackTransport
-from flexcomm.transport.mpi_job import place_in_shared_memory, started_communicator
 from flexcomm.transport.torch_distributed import nccl_is_usable
 from flexcomm.version import __version__
 
@@ -66,11 +66,11 @@ class World:
     inter: Transport
     control: Transport
     device: torch.device
-    _agreement: Agreement = field(repr=False)
-    _agreement_between: Agreement = field(repr=False)
+    _consistency: ConsistencyCheck = field(repr=False)
+    _inter_consistency: ConsistencyCheck = field(repr=False)
     _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _ledger: Ledger = field(default_factory=Ledger, repr=False)
-    _lay_again: Callable[[], tuple[Transport, Transport]] | None = field(default=None, repr=False)
+    _history: StatsHistory = field(default_factory=StatsHistory, repr=False)
+    _clone: Callable[[], tuple[Transport, Transport]] | None = field(default=None, repr=False)
 
     def agree(self, fields: Mapping[str, object]) -> None:
         """Return when ``fields`` are equal on all ranks, else raise ``ConfigMismatchError`` on all of them.
@@ -78,25 +78,25 @@ class World:
         One small collective when these values are new, none when they were agreed before: ranks that use different
         values, each agreed earlier, are not found here. What changes from step to step belongs into what is sent.
         """
-        self._agreement.check(fields)
+        self._consistency.check(fields)
 
-    def agree_between(self, fields: Mapping[str, object]) -> None:
+    def agree_inter(self, fields: Mapping[str, object]) -> None:
         """Do as :meth:`agree` does, among the ranks that hold this local rank on every node."""
-        self._agreement_between.check(fields)
+        self._inter_consistency.check(fields)
 
     def stats(self) -> dict[str, float]:
         """Return what all synchronisations of this rank came to: bytes, seconds, collectives."""
-        return self._ledger.total.as_dict()
+        return self._history.total.as_dict()
 
     def recent_syncs(self) -> list[dict[str, float]]:
         """Return the same of the last 256 of them, one by one."""
-        return list(self._ledger.recent)
+        return list(self._history.recent)
 
-    def enter(self, record: SyncRecord, **remarks: int) -> None:
+    def add_stats(self, record: SyncRecord, **remarks: int) -> None:
         """Add a synchronisation to the statistics."""
-        self._ledger.enter(record, **remarks)
+        self._history.add(record, **remarks)
 
-    def alone(self) -> World:
+    def node_only(self) -> World:
         """Return this rank's node as a world of its own, with the same statistics; it ends with this one.
 
         Ranks of all nodes ask it for the same: what is new is still compared among everybody.
@@ -104,18 +104,20 @@ class World:
         inter = LoopbackTransport(self.inter.timeout_s)
         topology = replace(self.topology, members=(self.topology.members[self.topology.node],))
         return replace(
-            self, topology=topology, inter=inter, _agreement_between=Agreement(inter), _closers=[], _lay_again=None
+            self, topology=topology, inter=inter, _inter_consistency=ConsistencyCheck(inter), _closers=[], _clone=None
         )
 
-    def beside(self) -> World:
-        """Return the same ranks on cables of their own, for what goes on beside all else; it ends with this world.
+    def clone_groups(self) -> World:
+        """Return the same ranks with process groups (communicators) of their own; they end with this world.
 
-        All ranks call it together. What is under way on one set of cables does not order what starts on the other.
+        All ranks call it together. Collectives on one set of groups do not order those on the other.
         """
-        if self._lay_again is None:
-            raise TopologyError("a part of a world has no cables of its own to lay: ask the whole world for them.")
-        intra, inter = self._lay_again()
-        return replace(self, intra=intra, inter=inter, _agreement_between=Agreement(inter), _closers=[])
+        if self._clone is None:
+            raise TopologyError(
+                "the groups of a part of a world cannot be cloned: call clone_groups() on the whole world."
+            )
+        intra, inter = self._clone()
+        return replace(self, intra=intra, inter=inter, _inter_consistency=ConsistencyCheck(inter), _closers=[])
 
     def with_transports(
         self, *, inter: Callable[[Transport], Transport], control: Callable[[Transport], Transport]
@@ -132,9 +134,9 @@ class World:
             self,
             inter=new_inter,
             control=new_control,
-            _agreement=Agreement(new_control),
-            _agreement_between=Agreement(new_inter),
-            _lay_again=None if self._lay_again is None else cloning(self._lay_again, inter),
+            _consistency=ConsistencyCheck(new_control),
+            _inter_consistency=ConsistencyCheck(new_inter),
+            _clone=None if self._clone is None else cloning(self._clone, inter),
         )
 
     def at_close(self, closer: Callable[[], None]) -> None:
@@ -174,7 +176,11 @@ def close_all(closers: list[Callable[[], None]]) -> None:
 
 
 def connect(
-    *, intra: Cable = "auto", inter: Cable = "auto", ranks_per_node: int | None = None, timeout_s: float = TIMEOUT_S
+    *,
+    intra: TransportName = "auto",
+    inter: TransportName = "auto",
+    ranks_per_node: int | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> World:
     """Join the ranks that mpirun, torchrun or srun started; a process started by none of them is a world of one.
 
@@ -184,20 +190,20 @@ def connect(
     started too, unless it is there.
     """
     abort_on_exception_if_mpi_is_up()
-    check_cable(intra)
-    check_cable(inter)
+    check_transport_name(intra)
+    check_transport_name(inter)
     check_timeout(timeout_s)
-    announced = announcement()
-    if announced.rank == 0:
+    rank_info = read_rank_info()
+    if rank_info.rank == 0:
         log_untested_version()
     if ranks_per_node is None:
         ranks_per_node = ranks_per_node_from(os.environ)
-    comm = join_mpi_job(announced, required="mpi" in (intra, inter))
-    cabling = Cabling(announced, comm, timeout_s)
+    comm = join_mpi_job(rank_info, required="mpi" in (intra, inter))
+    factory = GroupFactory(rank_info, comm, timeout_s)
     try:
-        return assemble(cabling, intra, inter, ranks_per_node)
+        return assemble(factory, intra, inter, ranks_per_node)
     except (ConfigMismatchError, TopologyError):
-        close_all(cabling.closers)  # Safe though closing takes all ranks: these two are raised by all of them.
+        close_all(factory.closers)  # Safe though closing takes all ranks: these two are raised by all of them.
         raise
 
 
@@ -207,40 +213,40 @@ def default_world() -> World:
     return connect()
 
 
-def assemble(cabling: Cabling, intra: Cable, inter: Cable, ranks_per_node: int | None) -> World:
+def assemble(factory: GroupFactory, intra: TransportName, inter: TransportName, ranks_per_node: int | None) -> World:
     """Join all ranks, let them compare what they were told, then join those inside a node and those between nodes."""
-    announced = cabling.announced
-    control = cabling.join_everybody()
-    agreement = Agreement(control)
-    agreement.check(
+    rank_info = factory.rank_info
+    control = factory.join_everybody()
+    consistency = ConsistencyCheck(control)
+    consistency.check(
         {
             "flexcomm version": __version__,
-            "launcher": announced.launcher,
+            "launcher": rank_info.launcher,
             "intra": intra,
             "inter": inter,
             "ranks_per_node": ranks_per_node,
-            "timeout_s": cabling.timeout_s,
+            "timeout_s": factory.timeout_s,
             "NCCL usable": nccl_is_usable(),
         }
     )
     if ranks_per_node is not None:
-        members = blocks(announced.size, ranks_per_node)
+        members = blocks(rank_info.size, ranks_per_node)
     else:
-        members = find_members(announced, control, cabling.comm)
-    topology = Topology(announced.rank, members, announced.launcher)
+        members = find_members(rank_info, control, factory.comm)
+    topology = Topology(rank_info.rank, members, rank_info.launcher)
     # `ranks_per_node` may split a host into several nodes, whose local ranks must not meet on one device.
-    device = own_device(topology.local_rank if announced.local_rank is None else announced.local_rank)
-    inter_cable = cabling.lay(inter, topology.pairs)
+    device = own_device(topology.local_rank if rank_info.local_rank is None else rank_info.local_rank)
+    inter_transport = factory.make(inter, topology.inter_groups)
     world = World(
         topology,
-        cabling.lay(intra, topology.members),
-        inter_cable,
+        factory.make(intra, topology.members),
+        inter_transport,
         control,
         device,
-        agreement,
-        Agreement(inter_cable),
-        cabling.closers,
-        _lay_again=lambda: (cabling.lay(intra, topology.members), cabling.lay(inter, topology.pairs)),
+        consistency,
+        ConsistencyCheck(inter_transport),
+        factory.closers,
+        _clone=lambda: (factory.make(intra, topology.members), factory.make(inter, topology.inter_groups)),
     )
     log.info("%s; intra over %s, inter over %s", topology, world.intra.name, world.inter.name)
     return world
@@ -258,24 +264,24 @@ def connect_mesh(
     topology = from_mesh(mesh, rank=dist.get_rank(), inter=inter, intra=intra)
     if topology.rank == 0:
         log_untested_version()
-    cabling = Cabling(Announcement("mesh", dist.get_rank(), dist.get_world_size()), None, timeout_s)
-    control = cabling.join_slice(sorted(mesh.mesh.flatten().tolist()))
-    agreement = Agreement(control)
-    agreement.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
+    factory = GroupFactory(RankInfo("mesh", dist.get_rank(), dist.get_world_size()), None, timeout_s)
+    control = factory.join_slice(sorted(mesh.mesh.flatten().tolist()))
+    consistency = ConsistencyCheck(control)
+    consistency.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
     groups = mesh.get_group(intra), mesh.get_group(inter)
-    inter_cable = cabling.adopt(groups[1], mesh.device_type)
+    inter_transport = factory.wrap(groups[1], mesh.device_type)
     return World(
         topology,
-        cabling.adopt(groups[0], mesh.device_type),
-        inter_cable,
+        factory.wrap(groups[0], mesh.device_type),
+        inter_transport,
         control,
         torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu"),
-        agreement,
-        Agreement(inter_cable),
-        cabling.closers,
-        _lay_again=lambda: (
-            cabling.adopt_again(groups[0], mesh.device_type),
-            cabling.adopt_again(groups[1], mesh.device_type),
+        consistency,
+        ConsistencyCheck(inter_transport),
+        factory.closers,
+        _clone=lambda: (
+            factory.clone_wrapped(groups[0], mesh.device_type),
+            factory.clone_wrapped(groups[1], mesh.device_type),
         ),
     )
 
@@ -296,41 +302,39 @@ def own_device(local_rank: int) -> torch.device:
     return device
 
 
-def announcement() -> Announcement:
+def read_rank_info() -> RankInfo:
     """What the launcher said; what torch was told, where it was started by hand without any launcher's variables."""
-    announced = read_launcher(os.environ)
+    rank_info = read_launcher(os.environ)
     if not dist.is_initialized():
-        return announced
-    if announced.launcher == "none":
-        return Announcement("torch", dist.get_rank(), dist.get_world_size())
-    check_torch_place(announced)
-    return announced
+        return rank_info
+    if rank_info.launcher == "none":
+        return RankInfo("torch", dist.get_rank(), dist.get_world_size())
+    check_torch_place(rank_info)
+    return rank_info
 
 
-def find_members(
-    announced: Announcement, control: Transport, comm: MPI.Intracomm | None
-) -> tuple[tuple[int, ...], ...]:
+def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | None) -> tuple[tuple[int, ...], ...]:
     """The ranks of every node, as the launcher announced them; as MPI knows them where the launcher did not."""
-    members = arrange(everybodys(announced, control))
+    members = arrange(gather_rank_infos(rank_info, control))
     if members is None and comm is not None:
         node, local_rank, local_size = place_in_shared_memory(comm)
-        by_mpi = replace(announced, node=node, local_rank=local_rank, local_size=local_size)
-        members = arrange(everybodys(by_mpi, control))
+        by_mpi = replace(rank_info, node=node, local_rank=local_rank, local_size=local_size)
+        members = arrange(gather_rank_infos(by_mpi, control))
     if members is None:
         raise TopologyError(
-            f"{announced.launcher} started rank {announced.rank} of {announced.size}, but did not tell which ranks "
-            f"share a node (local rank: {announced.local_rank}, ranks on this node: {announced.local_size}). Pass "
+            f"{rank_info.launcher} started rank {rank_info.rank} of {rank_info.size}, but did not tell which ranks "
+            f"share a node (local rank: {rank_info.local_rank}, ranks on this node: {rank_info.local_size}). Pass "
             f"ranks_per_node= to flexcomm.connect, set LOCAL_RANK and LOCAL_WORLD_SIZE, or install mpi4py under mpirun."
         )
     return members
 
 
-def everybodys(announced: Announcement, control: Transport) -> list[Announcement]:
+def gather_rank_infos(rank_info: RankInfo, control: Transport) -> list[RankInfo]:
     """The announcements of all ranks, by rank."""
-    place = (announced.node, announced.local_rank, announced.local_size)
+    place = (rank_info.node, rank_info.local_rank, rank_info.local_size)
     mine = torch.tensor([UNKNOWN if number is None else number for number in place])
     rows = control.all_gather(mine).wait().tolist()
     return [
-        Announcement(announced.launcher, rank, len(rows), *(None if number == UNKNOWN else number for number in row))
+        RankInfo(rank_info.launcher, rank, len(rows), *(None if number == UNKNOWN else number for number in row))
         for rank, row in enumerate(rows)
     ]

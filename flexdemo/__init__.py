@@ -2,29 +2,29 @@
 
 from flexdemo.accumulated import AccumAdam
 from flexdemo.adamw import FlexDeMoAdamW
-from flexdemo.attachment import Attachment
-from flexdemo.ddp import DdpExchange, attach_to_ddp, exchange_bucket
-from flexdemo.decentralized import ConsensusControl, Decentralized, DecentralizedAdam
-from flexdemo.exchanged import Exchanged
+from flexdemo.ddp import CompressionState, attach_to_ddp, compression_hook
+from flexdemo.decentralized import ConsensusControl, DecentralizedAdam, DecentralizedOptimizer
 from flexdemo.files import load_checkpoint, save_checkpoint
 from flexdemo.fsdp import attach_to_fsdp
+from flexdemo.hook_handle import HookHandle
 from flexdemo.optimizer import FlexDeMo
-from flexdemo.settings import Outer
+from flexdemo.settings import OuterOptimizer
+from flexdemo.wrapped import DistributedOptimizer
 
 __all__ = [
     "AccumAdam",
-    "Attachment",
+    "CompressionState",
     "ConsensusControl",
-    "DdpExchange",
-    "Decentralized",
     "DecentralizedAdam",
-    "Exchanged",
+    "DecentralizedOptimizer",
+    "DistributedOptimizer",
     "FlexDeMo",
     "FlexDeMoAdamW",
-    "Outer",
+    "HookHandle",
+    "OuterOptimizer",
     "attach_to_ddp",
     "attach_to_fsdp",
-    "exchange_bucket",
+    "compression_hook",
     "load_checkpoint",
     "save_checkpoint",
 ]

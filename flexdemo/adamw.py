@@ -8,7 +8,7 @@ from torch.optim import AdamW
 
 from flexcomm import demo
 from flexcomm.sync import BUCKET_BYTES
-from flexdemo.exchanged import Exchanged
+from flexdemo.wrapped import DistributedOptimizer
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from flexcomm import Compressor, World
     from flexcomm.kernels import Average
     from flexcomm.routes import NonFinitePolicy
-    from flexdemo.settings import Outer, Sent
+    from flexdemo.settings import OuterOptimizer, SyncTarget
 
 __all__ = ["FlexDeMoAdamW"]
 
 
-class FlexDeMoAdamW(Exchanged):
+class FlexDeMoAdamW(DistributedOptimizer):
     """AdamW whose gradients are exchanged between nodes as far as ``compressor`` sends them.
 
     ``decay * residual + gradient`` is compressed and, averaged over nodes, taken for the gradient by torch's own AdamW;
-    ``foreach`` and ``fused`` are its. With ``exchange="steps"`` every node takes AdamW's step on its own gradients, and
-    what it moved is compressed and averaged instead; with ``exchange_every=n`` that of n steps, by ``outer`` if given:
+    ``foreach`` and ``fused`` are its. With ``sync="steps"`` every node takes AdamW's step on its own gradients, and
+    what it moved is compressed and averaged instead; with ``sync_every=n`` that of n steps, by ``outer`` if given:
     DiLoCo (arXiv 2311.08105).
     """
 
@@ -40,9 +40,9 @@ class FlexDeMoAdamW(Exchanged):
         *,
         compressor: Compressor | None = None,
         world: World | None = None,
-        exchange: Sent = "gradients",
-        exchange_every: int = 1,
-        outer: Outer | None = None,
+        sync: SyncTarget = "gradients",
+        sync_every: int = 1,
+        outer: OuterOptimizer | None = None,
         decay: float = 1.0,
         alpha: float = 1.0,
         average: Average = "nodes",
@@ -58,8 +58,8 @@ class FlexDeMoAdamW(Exchanged):
             [adamw],
             compressor=demo() if compressor is None else compressor,
             world=world,
-            exchange=exchange,
-            exchange_every=exchange_every,
+            sync=sync,
+            sync_every=sync_every,
             outer=outer,
             decay=decay,
             alpha=alpha,

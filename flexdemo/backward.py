@@ -10,7 +10,7 @@ from flexdemo.torch_private.autograd import queue_callback
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexdemo.attachment import Attachment
+    from flexdemo.hook_handle import HookHandle
     from flexdemo.lots import Lot
 
 __all__ = ["BackwardPass"]
@@ -22,8 +22,8 @@ class BackwardPass:
     What goes wrong is raised when the pass ends: FSDP does not survive an exception in the middle of it.
     """
 
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
+    def __init__(self, handle: HookHandle) -> None:
+        self._handle = handle
         self._has_sent = False
         self._failure: FlexcommError | None = None
         self._leaving: dict[Lot, list[Tensor]] = {}
@@ -33,10 +33,10 @@ class BackwardPass:
         # With every send: a pass that died took its callbacks along, and left what was under way.
         queue_callback(self._end)
         if lot in self._leaving:
-            self._attachment.exchange.abandon()
+            self._handle.exchange.abandon()
             self._leaving = {}
         self._has_sent = True
-        self._attachment.start(lot, gradients)
+        self._handle.start(lot, gradients)
         self._leaving[lot] = gradients
         if at_once:
             self._receive()
@@ -46,7 +46,7 @@ class BackwardPass:
             return
         self._receive()
         self._has_sent = False
-        self._attachment.step += 1
+        self._handle.step += 1
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -58,7 +58,7 @@ class BackwardPass:
             return
         received = None
         try:
-            received = self._attachment.exchange.finish()
+            received = self._handle.exchange.finish()
         except TransportError:
             raise
         except FlexcommError as failure:

@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from flexcomm.sync import BUCKET_BYTES
-from flexdemo.attachment import Attachment
+from flexdemo.hook_handle import HookHandle
 from flexdemo.lots import Lot
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from flexcomm.kernels import Average
     from flexcomm.routes import NonFinitePolicy
 
-__all__ = ["DdpExchange", "attach_to_ddp", "exchange_bucket"]
+__all__ = ["CompressionState", "attach_to_ddp", "compression_hook"]
 
 
-class DdpExchange(Attachment):
-    """The state of :func:`exchange_bucket`, for those who register hooks themselves, as Lightning does on GPUs.
+class CompressionState(HookHandle):
+    """The state of :func:`compression_hook`, for those who register hooks themselves, as Lightning does on GPUs.
 
     Parameters are called by ``names``; without, by the order in which their gradients first come, and residuals can be
     loaded only after that.
@@ -55,8 +55,8 @@ class DdpExchange(Attachment):
             params = tuple(names)
             # All of them at once: torch fills buckets when it likes, and states must be known before.
             self.remember(Lot(0, False, params, tuple(names.values())), params)
-        self.is_attached = True
-        self.on_detach(lambda: setattr(self, "is_attached", False))
+        self.is_active = True
+        self.on_remove(lambda: setattr(self, "is_active", False))
 
     def send(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start a bucket's exchange; with the last of a backward pass, all of them are finished."""
@@ -91,15 +91,15 @@ class DdpExchange(Attachment):
         self.step += 1
 
 
-def exchange_bucket(state: DdpExchange, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over all ranks, as far as the state's compressor sends it. The name ``bucket`` is torch's."""
-    if not state.is_attached:
+    if not state.is_active:
         return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]  # a group once torch is started
     return state.send(bucket)
 
 
 # torch compares the annotations themselves, not what they are called.
-exchange_bucket.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
+compression_hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
 
 
 def attach_to_ddp(
@@ -111,14 +111,14 @@ def attach_to_ddp(
     average: Average = "nodes",
     nonfinite: NonFinitePolicy = "raise",
     bucket_bytes: int = BUCKET_BYTES,
-) -> Attachment:
+) -> HookHandle:
     """Exchange the gradients of ``model``, which spans all ranks, between nodes as far as ``compressor`` sends them.
 
     Inside a node they are averaged in full. What is not sent now is kept, decayed, and added next time: any optimizer
     can use what arrives. torch knows no way to take a hook back: detached, it averages in full, as torch does.
     """
     names = {param: name for name, param in model.module.named_parameters()}
-    state = DdpExchange(
+    state = CompressionState(
         compressor,
         world,
         names=names,
@@ -127,5 +127,5 @@ def attach_to_ddp(
         nonfinite=nonfinite,
         bucket_bytes=bucket_bytes,
     )
-    model.register_comm_hook(state, exchange_bucket)
+    model.register_comm_hook(state, compression_hook)
     return state

@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from flexdemo.attachment import Attachment
     from flexdemo.checkpoint import OtherNodes
+    from flexdemo.hook_handle import HookHandle
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
-_RESIDUALS = "attachment.residuals."
+_RESIDUALS = "handle.residuals."
 
 
 def save_checkpoint(
-    path: str | PathLike[str], model: Module, optimizer: Optimizer, attachment: Attachment | None = None
+    path: str | PathLike[str], model: Module, optimizer: Optimizer, handle: HookHandle | None = None
 ) -> None:
     """Save a model, its optimizer and what is attached to it into a folder. All ranks call it together."""
     _check_model(model)
-    save(_state_of(model, optimizer, attachment), checkpoint_id=path)
+    save(_state_of(model, optimizer, handle), checkpoint_id=path)
 
 
 def load_checkpoint(
     path: str | PathLike[str],
     model: Module,
     optimizer: Optimizer,
-    attachment: Attachment | None = None,
+    handle: HookHandle | None = None,
     *,
     other_nodes: OtherNodes = "error",
 ) -> None:
@@ -58,7 +58,7 @@ def load_checkpoint(
     get theirs cut anew, exact but for rounding.
     """
     _check_model(model)
-    state = _state_of(model, optimizer, attachment)
+    state = _state_of(model, optimizer, handle)
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     for holder, key, name in _node_tensors(state):
         found = saved.get(name)
@@ -72,36 +72,37 @@ def load_checkpoint(
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
     else:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    if attachment is not None:
-        attachment.load_state_dict(state["attachment"], other_nodes)
+    if handle is not None:
+        handle.load_state_dict(state["handle"], other_nodes)
 
 
 def _check_model(model: Module) -> None:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise InvalidArgumentError(
             "torch cannot save what FSDP1 shards inside nodes in one checkpoint: let every rank torch.save its own "
-            "model.state_dict(), optimizer.state_dict() and attachment.state_dict(), or shard by FSDP2."
+            "model.state_dict(), optimizer.state_dict() and handle.state_dict(), or shard by FSDP2."
         )
 
 
-def _state_of(model: Module, optimizer: Optimizer, attachment: Attachment | None) -> dict[str, Any]:
+def _state_of(model: Module, optimizer: Optimizer, handle: HookHandle | None) -> dict[str, Any]:
     state: dict[str, Any] = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
     }
-    if attachment is not None:
-        state["attachment"] = attachment.state_dict()
+    if handle is not None:
+        state["handle"] = handle.state_dict()
     return state
 
 
 def _check_residuals(saved: Mapping[str, object], state: Mapping[str, Any]) -> None:
     """Raise if residuals in the files would be left out: torch loads what it is asked for, and no more."""
-    asked = state.get("attachment", {"residuals": {}})["residuals"]
+    asked = state.get("handle", {"residuals": {}})["residuals"]
     left = [name for name in saved if name.startswith(_RESIDUALS) and name.removeprefix(_RESIDUALS) not in asked]
     if left:
         raise InvalidArgumentError(
-            f"the files hold {len(left)} residuals that nothing here asks for, such as {left[0]}: pass the attachment "
-            f"of a model with the same parameter names. A DdpExchange without names knows them after one backward pass."
+            f"the files hold {len(left)} residuals that nothing here asks for, such as {left[0]}: pass the handle "
+            f"of a model with the same parameter names. A CompressionState without names knows them after one "
+            f"backward pass."
         )
 
 
@@ -110,8 +111,8 @@ def _node_tensors(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Tensor],
     for param, kept in state["optimizer"]["state"].items():
         for key in [key for key, value in kept.items() if isinstance(value, Tensor) and is_stacked(value)]:
             yield kept, key, f"optimizer.state.{param}.{key}"
-    attached = state.get("attachment", {"residuals": {}})
+    attached = state.get("handle", {"residuals": {}})
     for param in attached["residuals"]:
         yield attached["residuals"], param, f"{_RESIDUALS}{param}"
     if "owner" in attached:
-        yield attached, "owner", "attachment.owner"
+        yield attached, "owner", "handle.owner"

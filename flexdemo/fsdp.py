@@ -8,9 +8,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from flexcomm import InvalidArgumentError
 from flexcomm.sync import BUCKET_BYTES
-from flexdemo.attachment import Attachment
 from flexdemo.fsdp1 import attach_to_flat_units
 from flexdemo.fsdp2 import attach_to_units
+from flexdemo.hook_handle import HookHandle
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -31,7 +31,7 @@ def attach_to_fsdp(
     average: Average = "nodes",
     nonfinite: NonFinitePolicy = "raise",
     bucket_bytes: int = BUCKET_BYTES,
-) -> Attachment:
+) -> HookHandle:
     """Exchange the gradients of a sharded model between nodes, as far as ``compressor`` sends them.
 
     ``model`` is sharded by FSDP2 or FSDP1 over the ranks of a node, and its replicas become node 0's. FSDP averages
@@ -39,16 +39,14 @@ def attach_to_fsdp(
     added next time: any optimizer can use what arrives. A unit's exchange overlaps the backward of the next ones, if
     gradients are reduced in the parameters' dtype and not accumulated.
     """
-    attachment = Attachment(
-        compressor, world, decay=decay, average=average, nonfinite=nonfinite, bucket_bytes=bucket_bytes
-    )
+    handle = HookHandle(compressor, world, decay=decay, average=average, nonfinite=nonfinite, bucket_bytes=bucket_bytes)
     if isinstance(model, FullyShardedDataParallel):
-        attach_to_flat_units(model, attachment)
+        attach_to_flat_units(model, handle)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        attach_to_units(model, attachment)
+        attach_to_units(model, handle)
     else:
         raise InvalidArgumentError(
             f"{type(model).__name__} is not sharded: call fully_shard(model, mesh=mesh['shard']) before, or use "
             f"attach_to_ddp."
         )
-    return attachment
+    return handle

@@ -17,14 +17,14 @@ from flexdemo.torch_private.fsdp1 import flat_params_of, has_saved_gradient, rem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexdemo.attachment import Attachment
+    from flexdemo.hook_handle import HookHandle
 
 __all__ = ["attach_to_flat_units"]
 
 _SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 
-def attach_to_flat_units(model: FullyShardedDataParallel, attachment: Attachment) -> None:
+def attach_to_flat_units(model: FullyShardedDataParallel, handle: HookHandle) -> None:
     """Exchange the flat gradient of every unit of ``model``, whose replicas become node 0's."""
     units = [
         (name or "root", unit)
@@ -32,24 +32,24 @@ def attach_to_flat_units(model: FullyShardedDataParallel, attachment: Attachment
         if isinstance(unit, FullyShardedDataParallel) and flat_params_of(unit)
     ]
     for name, unit in units:
-        _check_unit(name, unit, attachment)
+        _check_unit(name, unit, handle)
     model.register_comm_hook(None, _reduce)
-    backward = BackwardPass(attachment)
+    backward = BackwardPass(handle)
     for name, unit in units:
-        set_comm_hook_state(unit, _Unit(name, unit, attachment, backward))
+        set_comm_hook_state(unit, _Unit(name, unit, handle, backward))
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        attachment.on_detach(lambda unit=unit: remove_comm_hook(unit))  # type: ignore[misc]
-    equalise_([flat for _, unit in units for flat in flat_params_of(unit)], attachment.world)
-    equalise_(model.buffers(), attachment.world)
+        handle.on_remove(lambda unit=unit: remove_comm_hook(unit))  # type: ignore[misc]
+    equalise_([flat for _, unit in units for flat in flat_params_of(unit)], handle.world)
+    equalise_(model.buffers(), handle.world)
 
 
-def _check_unit(name: str, unit: FullyShardedDataParallel, attachment: Attachment) -> None:
+def _check_unit(name: str, unit: FullyShardedDataParallel, handle: HookHandle) -> None:
     if unit.sharding_strategy not in _SHARDED:
         raise InvalidArgumentError(
             f"{name} is wrapped with {unit.sharding_strategy}: torch takes hooks for FULL_SHARD and SHARD_GRAD_OP over "
             f"the ranks of one node. For whole replicas use DistributedDataParallel and attach_to_ddp."
         )
-    node = list(attachment.world.topology.members[attachment.world.topology.node])
+    node = list(handle.world.topology.members[handle.world.topology.node])
     ranks = sorted(dist.get_process_group_ranks(unit.process_group))
     if ranks != sorted(node):
         raise TopologyError(
@@ -66,15 +66,13 @@ def _check_unit(name: str, unit: FullyShardedDataParallel, attachment: Attachmen
 class _Unit:
     """What the hook is told: for which unit it is called."""
 
-    def __init__(
-        self, name: str, unit: FullyShardedDataParallel, attachment: Attachment, backward: BackwardPass
-    ) -> None:
-        self.attachment, self.backward = attachment, backward
+    def __init__(self, name: str, unit: FullyShardedDataParallel, handle: HookHandle, backward: BackwardPass) -> None:
+        self.handle, self.backward = handle, backward
         (self.flat_param,) = flat_params_of(unit)
         self.lot = Lot(0, True, (self.flat_param,), (name,))
         dtype = unit.mixed_precision.reduce_dtype or unit.mixed_precision.param_dtype or self.flat_param.dtype
         like = torch.empty(self.flat_param.shape, dtype=dtype, device=self.flat_param.device)
-        attachment.remember(self.lot, [like])
+        handle.remember(self.lot, [like])
 
     def is_read_at_once(self, shard: Tensor) -> bool:
         """Return whether FSDP copies or adds up the shard after the hook, instead of keeping it as the gradient."""
@@ -83,7 +81,7 @@ class _Unit:
 
 def _reduce(unit: _Unit, gradient: Tensor, shard: Tensor) -> None:
     """Fill ``shard`` with this rank's part of the node's mean, to be exchanged in place."""
-    intra = unit.attachment.world.intra
+    intra = unit.handle.world.intra
     intra.reduce_scatter(gradient.view(intra.size, -1), out=shard).wait()
     shard.div_(intra.size)
     unit.backward.send(unit.lot, [shard], at_once=unit.is_read_at_once(shard))

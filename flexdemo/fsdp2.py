@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
-    from flexdemo.attachment import Attachment
+    from flexdemo.hook_handle import HookHandle
     from flexdemo.torch_private.fsdp2 import ParamGroup
 
 __all__ = ["attach_to_units"]
@@ -38,29 +38,29 @@ class Shard:
     padded: int
 
 
-def attach_to_units(model: Module, attachment: Attachment) -> None:
+def attach_to_units(model: Module, handle: HookHandle) -> None:
     """Exchange the gradients of every unit of ``model``, whose replicas become node 0's."""
     names = {param: name for name, param in model.named_parameters()}
     found = [
-        (unit, group, _shards_in(group, names, attachment))
+        (unit, group, _shards_in(group, names, handle))
         for unit in model.modules()
         if isinstance(unit, FSDPModule)
         for group in param_groups_of(unit)
     ]
     _check_all_are_sharded(names, [shard for _, _, shards in found for shard in shards])
-    backward = BackwardPass(attachment)
+    backward = BackwardPass(handle)
     for unit, group, shards in found:
-        _watch(unit, group, shards, attachment, backward)
-    equalise_([*model.parameters(), *model.buffers()], attachment.world)
+        _watch(unit, group, shards, handle, backward)
+    equalise_([*model.parameters(), *model.buffers()], handle.world)
 
 
-def _shards_in(group: ParamGroup, names: dict[Parameter, str], attachment: Attachment) -> list[Shard]:
+def _shards_in(group: ParamGroup, names: dict[Parameter, str], handle: HookHandle) -> list[Shard]:
     """Return the shards of a group's parameters, in order."""
     _check_group(group)
     shards = []
     for one in group.params:
         name = names[one.param]
-        check_parameter(one.param, name, attachment.world.topology)
+        check_parameter(one.param, name, handle.world.topology)
         _check_grad_dtype(one.param, name)
         shards.append(Shard(name, one.param, local(one.param).shape, one.padded_numel))
     return shards
@@ -79,7 +79,7 @@ def _check_all_are_sharded(names: dict[Parameter, str], shards: list[Shard]) -> 
 def _check_group(group: ParamGroup) -> None:
     """Raise if what a hook sees would not be the node's mean."""
     if group.has_all_reduce_hook:
-        raise InvalidArgumentError("this model has an all-reduce hook already: detach the attachment it has first.")
+        raise InvalidArgumentError("this model has an all-reduce hook already: detach the handle it has first.")
     if group.reduce_dtype == torch.float16:
         raise InvalidArgumentError(
             "gradients are reduced as float16, which FSDP adds up without dividing and divides after the exchange: "
@@ -102,10 +102,10 @@ def _check_grad_dtype(param: Parameter, name: str) -> None:
 
 
 def _watch(
-    unit: FSDPModule, group: ParamGroup, shards: list[Shard], attachment: Attachment, backward: BackwardPass
+    unit: FSDPModule, group: ParamGroup, shards: list[Shard], handle: HookHandle, backward: BackwardPass
 ) -> None:
-    likes = [torch.empty(shard.size, dtype=group.reduce_dtype, device=attachment.world.device) for shard in shards]
-    attachment.remember(_lot_of(tuple(shards)), likes)
+    likes = [torch.empty(shard.size, dtype=group.reduce_dtype, device=handle.world.device) for shard in shards]
+    handle.remember(_lot_of(tuple(shards)), likes)
     lot_of = lru_cache(maxsize=None)(_lot_of)
 
     def exchange(flat: Tensor) -> None:
@@ -116,8 +116,8 @@ def _watch(
     # Else torch leaves unused parameters out, and which ones may differ from rank to rank.
     unit.set_reduce_scatter_unused_params(True, recurse=False)
     unit.set_all_reduce_hook(exchange)
-    attachment.on_detach(lambda: unit.set_reduce_scatter_unused_params(group.reduces_unused, recurse=False))
-    attachment.on_detach(lambda: unit.set_all_reduce_hook(None))  # type: ignore[arg-type]
+    handle.on_remove(lambda: unit.set_reduce_scatter_unused_params(group.reduces_unused, recurse=False))
+    handle.on_remove(lambda: unit.set_all_reduce_hook(None))  # type: ignore[arg-type]
 
 
 def _lot_of(shards: tuple[Shard, ...]) -> Lot:

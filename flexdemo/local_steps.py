@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexdemo.exchange import Received
     from flexdemo.lots import Lot
     from flexdemo.parameters import Group
-    from flexdemo.settings import Outer
+    from flexdemo.settings import OuterOptimizer
 
 __all__ = ["LocalSteps"]
 
@@ -36,7 +36,7 @@ class LocalSteps:
         groups: list[Group],
         world: World,
         every: int,
-        outer: Outer | None,
+        outer: OuterOptimizer | None,
         options: SyncOptions,
         bucket_bytes: int,
     ) -> None:
@@ -81,7 +81,7 @@ class LocalSteps:
             torch._foreach_sub_(anchors, self._steps(params, averages, self._outer), alpha=self._outer.lr)
         torch._foreach_copy_([local(param) for param in params], anchors)
 
-    def _steps(self, params: tuple[Parameter, ...], averages: list[Tensor], outer: Outer) -> list[Tensor]:
+    def _steps(self, params: tuple[Parameter, ...], averages: list[Tensor], outer: OuterOptimizer) -> list[Tensor]:
         velocities = [self.velocities[param] for param in params]
         torch._foreach_mul_(velocities, outer.momentum)
         torch._foreach_add_(velocities, averages)

@@ -50,7 +50,7 @@ def required(saved: dict[str, Any], key: str) -> Tensor:
     if key not in saved:
         raise InvalidArgumentError(
             f"the state to be loaded has no {key}, but {', '.join(map(str, saved)) or 'nothing'}: it was saved by "
-            f"another optimizer, or by one with other settings, such as exchange_every, outer, compressor or schedule."
+            f"another optimizer, or by one with other settings, such as sync_every, outer, compressor or schedule."
         )
     value: Tensor = saved.pop(key)
     return value

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexcomm.routes import NonFinitePolicy
     from flexdemo.exchange import Received
     from flexdemo.parameters import Group
-    from flexdemo.settings import Outer, Update
+    from flexdemo.settings import OuterOptimizer, Update
 
 __all__ = ["FlexDeMo"]
 
@@ -46,8 +46,8 @@ class FlexDeMo(NodeOptimizer):
         alpha: float = 1.0,
         update: Update = "sign",
         average: Average = "contributors",
-        exchange_every: int = 1,
-        outer: Outer | None = None,
+        sync_every: int = 1,
+        outer: OuterOptimizer | None = None,
         overlap: bool = False,
         nonfinite: NonFinitePolicy = "raise",
         bucket_bytes: int = BUCKET_BYTES,
@@ -69,7 +69,7 @@ class FlexDeMo(NodeOptimizer):
             average=average,
             nonfinite=nonfinite,
             bucket_bytes=bucket_bytes,
-            exchange_every=exchange_every,
+            sync_every=sync_every,
             outer=outer,
             overlap=overlap,
         )

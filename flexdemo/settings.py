@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from flexdemo.parameters import Group
 
-__all__ = ["Outer", "Sent", "Update", "check_every", "check_group", "check_sent"]
+__all__ = ["OuterOptimizer", "SyncTarget", "Update", "check_group", "check_sync_every", "check_sync_target"]
 
-Sent = Literal["gradients", "steps"]
+SyncTarget = Literal["gradients", "steps"]
 """What nodes send each other: gradients, from which all take the same step, or what each moved by a step of its own."""
 
 Update = Literal["sign", "plain"]
@@ -22,10 +22,10 @@ Update = Literal["sign", "plain"]
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterOptimizer:
     """How nodes move together after local steps: SGD on the averaged difference, as DiLoCo does (arXiv 2311.08105).
 
-    ``Outer(lr=1.0, momentum=0.0)`` is the plain average.
+    ``OuterOptimizer(lr=1.0, momentum=0.0)`` is the plain average.
     """
 
     lr: float = 0.7
@@ -42,8 +42,8 @@ _RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     "decay": (lambda value: 0 <= value <= 1, "from 0 to 1"),
     "weight_decay": (lambda value: value >= 0, "at least 0"),
     "alpha": (lambda value: 0 < value <= 1, "above 0, at most 1"),
-    "exchange_decay": (lambda value: 0 <= value <= 1, "from 0 to 1"),
-    "exchange_alpha": (lambda value: 0 < value <= 1, "above 0, at most 1"),
+    "residual_decay": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "residual_alpha": (lambda value: 0 < value <= 1, "above 0, at most 1"),
 }
 
 
@@ -56,7 +56,7 @@ def check_group(group: Group) -> None:
     wrong = [
         f"{name} is {group[name]!r}, but must be {needed}"
         for name, (allows, needed) in _RULES.items()
-        if name in group and not (name in _THEIRS and "exchange_alpha" in group) and not allows(float(group[name]))
+        if name in group and not (name in _THEIRS and "residual_alpha" in group) and not allows(float(group[name]))
     ]
     if "update" in group and group["update"] not in get_args(Update):
         wrong.append(f"update is {group['update']!r}, but must be one of {', '.join(get_args(Update))}")
@@ -66,11 +66,11 @@ def check_group(group: Group) -> None:
         raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 
 
-def check_every(exchange_every: object) -> None:
-    if not isinstance(exchange_every, int) or exchange_every < 1:
-        raise InvalidArgumentError(f"exchange_every is {exchange_every!r}, but must be a whole number, at least 1.")
+def check_sync_every(sync_every: object) -> None:
+    if not isinstance(sync_every, int) or sync_every < 1:
+        raise InvalidArgumentError(f"sync_every is {sync_every!r}, but must be a whole number, at least 1.")
 
 
-def check_sent(exchange: str) -> None:
-    if exchange not in get_args(Sent):
-        raise InvalidArgumentError(f"exchange is {exchange!r}, but must be one of {', '.join(get_args(Sent))}.")
+def check_sync_target(sync: str) -> None:
+    if sync not in get_args(SyncTarget):
+        raise InvalidArgumentError(f"sync is {sync!r}, but must be one of {', '.join(get_args(SyncTarget))}.")

@@ -16,7 +16,7 @@ from flexdemo.local_steps import LocalSteps
 from flexdemo.memory import NodeMemory
 from flexdemo.parameters import check_parameter, names_of
 from flexdemo.replicas import equalise_
-from flexdemo.settings import check_every, check_group, check_sent
+from flexdemo.settings import check_group, check_sync_every, check_sync_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flexdemo.checkpoint import OtherNodes
     from flexdemo.exchange import Received, Terms
     from flexdemo.parameters import Group
-    from flexdemo.settings import Outer, Sent
+    from flexdemo.settings import OuterOptimizer, SyncTarget
 
 __all__ = ["NodeOptimizer"]
 
@@ -51,22 +51,22 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         average: Average,
         nonfinite: NonFinitePolicy,
         bucket_bytes: int,
-        exchange_every: int,
-        exchange: Sent = "gradients",
-        outer: Outer | None,
+        sync_every: int,
+        sync: SyncTarget = "gradients",
+        outer: OuterOptimizer | None,
         overlap: bool,
     ) -> None:
-        check_every(exchange_every)
-        check_sent(exchange)
-        if outer is not None and exchange_every == 1 and exchange == "gradients":
-            raise InvalidArgumentError("outer moves nodes that stepped alone: pass exchange_every= above 1, too.")
+        check_sync_every(sync_every)
+        check_sync_target(sync)
+        if outer is not None and sync_every == 1 and sync == "gradients":
+            raise InvalidArgumentError("outer moves nodes that stepped alone: pass sync_every= above 1, too.")
         self._world = default_world() if world is None else world
         self._is_ready = False
         super().__init__(params, {**defaults, "step": 0})
-        alone = exchange_every > 1 or exchange == "steps"
+        alone = sync_every > 1 or sync == "steps"
         self._feed = Feed(
             self.param_groups,
-            self._world.alone() if alone else self._world,
+            self._world.node_only() if alone else self._world,
             self._alone_terms if alone else self._terms,
             {"average": average, "nonfinite": nonfinite},
             bucket_bytes=bucket_bytes,
@@ -74,7 +74,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             overlap=overlap,
         )
         self._local_steps = (
-            LocalSteps(self.param_groups, self._world, exchange_every, outer, {"nonfinite": nonfinite}, bucket_bytes)
+            LocalSteps(self.param_groups, self._world, sync_every, outer, {"nonfinite": nonfinite}, bucket_bytes)
             if alone
             else None
         )

@@ -45,15 +45,15 @@ def check_replicas(model: nn.Module, world: flexcomm.World) -> None:
 
 
 def train(world: flexcomm.World, arguments: argparse.Namespace) -> None:
-    model, attachment = make_model(world), None
+    model, handle = make_model(world), None
     if arguments.route == "optimizer":
         optimizer = flexdemo.FlexDeMo(model.parameters(), lr=3e-3, compressor=flexcomm.demo(k=32), world=world)
     else:
-        attachment = flexdemo.attach_to_fsdp(model, flexcomm.demo(k=32), world=world)
+        handle = flexdemo.attach_to_fsdp(model, flexcomm.demo(k=32), world=world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if arguments.resume:
-        flexdemo.load_checkpoint(arguments.resume, model, optimizer, attachment)
-    begun = attachment.step if attachment is not None else optimizer.param_groups[0]["step"]
+        flexdemo.load_checkpoint(arguments.resume, model, optimizer, handle)
+    begun = handle.step if handle is not None else optimizer.param_groups[0]["step"]
     for step in range(begun, begun + arguments.steps):
         x, target = make_batch(world, step)
         loss = nn.functional.mse_loss(model(x), target)
@@ -63,7 +63,7 @@ def train(world: flexcomm.World, arguments: argparse.Namespace) -> None:
         if world.topology.rank == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
     if arguments.save:
-        flexdemo.save_checkpoint(arguments.save, model, optimizer, attachment)
+        flexdemo.save_checkpoint(arguments.save, model, optimizer, handle)
     check_replicas(model, world)
     if world.topology.rank == 0:
         print(f"replicas are equal; nodes sent {world.stats()['compression']:.0f} times less than everything")

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from flexcomm.errors import TransportError
-from flexcomm.transport.progress import threads_are_free
+from flexcomm.transport.mpi_progress import threads_are_free
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ class Carrier:
     """
 
     def __init__(self, world: World) -> None:
-        self.cables = world.beside()
+        self.cables = world.clone_groups()
         self.sequence = 0
         self._device = world.device
         self._is_free = all("mpi" not in cable.name or threads_are_free() for cable in (world.intra, world.inter))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flexcomm.gossip.turn import Turn
     from flexcomm.kernels import TensorPlan
 
-__all__ = ["MixMemory", "choose_gamma", "cross_compressed", "spelled_out"]
+__all__ = ["MixResiduals", "choose_gamma", "cross_compressed", "spelled_out"]
 
 _MOST_COARSE = 0.9
 _LARGE = {False: (1 << 22,), True: (1 << 11, 1 << 11)}
@@ -45,7 +45,7 @@ class _Slot(NamedTuple):
     heard: Tensor
 
 
-class MixMemory:
+class MixResiduals:
     """What compressed mixing remembers of one set of tensors: what peers know of them, and what is known of peers.
 
     Begins at zero or, where all nodes hold the same at first, with :meth:`begin` at that, which saves sending it. A
@@ -157,7 +157,7 @@ def spelled_out(turn: Turn, node: int) -> Turn:
     return type(turn)(others, others, turn.keep + weight, (weight,) * len(others))
 
 
-def cross_compressed(trip: Trip, plan: BucketPlan, memory: MixMemory, x: Tensor) -> Joined:
+def cross_compressed(trip: Trip, plan: BucketPlan, memory: MixResiduals, x: Tensor) -> Joined:
     """Exchange what changed of ``x``, and write what is known afterwards beside what is known now."""
     turn, own = trip.turn, trip.line.weight
     known, after = memory.lend(x.numel(), x.device)

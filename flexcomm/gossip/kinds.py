@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from flexcomm.bucket import BucketPlan
     from flexcomm.compress import Compressor
-    from flexcomm.gossip.compressed import MixMemory
+    from flexcomm.gossip.compressed import MixResiduals
     from flexcomm.gossip.push_sum import PushSum
     from flexcomm.gossip.schedule import ScheduleLike
 
@@ -49,7 +49,7 @@ class MixOptions(TypedDict, total=False):
     """This node's weight on graphs that are not doubly stochastic; one for each set of tensors."""
     compressor: Compressor | None
     """What is sent of the tensors' changes, on a graph that does not change; needs ``memory``."""
-    memory: MixMemory | None
+    memory: MixResiduals | None
     """What compressed mixing remembers of these tensors."""
     lane: str
     """Mixes of one lane start in the same order on all ranks; those of several need not agree on an order."""
@@ -128,7 +128,7 @@ def _make_kind(world: World, tensors: list[Tensor], schedule: ScheduleLike, opti
         "lane": lane,
     }
     # Ranks of a node may hold shards of unequal lengths.
-    (world.agree_between if sharded else world.agree)(fields)
+    (world.agree_inter if sharded else world.agree)(fields)
     if world.topology.size > 1:
         carrier_of(world, lane)
     digest = int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little", signed=True)
@@ -163,14 +163,14 @@ def _check_schedule(schedule: ScheduleLike, world: World, *, pushes: bool) -> No
         )
 
 
-def _check_memory(schedule: ScheduleLike, compressor: Compressor | None, memory: MixMemory | None) -> None:
+def _check_memory(schedule: ScheduleLike, compressor: Compressor | None, memory: MixResiduals | None) -> None:
     if compressor is None and memory is None:
         return
     if compressor is None:
         raise InvalidArgumentError("memory is for compressed mixing: pass compressor=, too, or leave it out.")
     if memory is None:
         raise InvalidArgumentError(
-            "compressed mixing without a memory diverges: pass memory=flexcomm.MixMemory(), one for each set of "
+            "compressed mixing without a memory diverges: pass memory=flexcomm.MixResiduals(), one for each set of "
             "tensors, and keep it from step to step."
         )
     if not schedule.is_fixed:

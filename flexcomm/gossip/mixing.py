@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from flexcomm.gossip.turn import Turn
     from flexcomm.world import World
 
-__all__ = ["MixHandle", "MixOptions", "Mixed", "mix", "plan_mix", "start_mix"]
+__all__ = ["MixHandle", "MixOptions", "MixResult", "mix", "plan_mix", "start_mix"]
 
 T = TypeVar("T", Tensor, list[Tensor])
 
 
-class Mixed(NamedTuple, Generic[T]):
+class MixResult(NamedTuple, Generic[T]):
     """The mixed tensors, and how far that is from what this rank had: ``|W x - x|^2``, as a float64 scalar."""
 
     tensors: T
     squared_distance: Tensor
 
 
-def mix(tensors: T, schedule: ScheduleLike, step: int, **options: Unpack[MixOptions]) -> Mixed[T]:
+def mix(tensors: T, schedule: ScheduleLike, step: int, **options: Unpack[MixOptions]) -> MixResult[T]:
     """Return ``W x`` for every tensor, where ``W`` are the weights of the schedule's phase at ``step``.
 
     All ranks call it with equal shapes, steps and options. Nothing is changed by a call that raises.
@@ -77,9 +77,9 @@ class MixHandle(Generic[T]):
         self._call = call
         self._result: T = result
 
-    def wait(self) -> Mixed[T]:
+    def wait(self) -> MixResult[T]:
         """Return the mixed tensors; calling again returns them again. Raises what went wrong, every time."""
-        return Mixed(self._result, self._call.finish())
+        return MixResult(self._result, self._call.finish())
 
     def arrive(self) -> None:
         """Return when all has arrived, and the tensors are no longer read; they change when it is waited for."""
@@ -173,7 +173,7 @@ class _Call:
         if self._moved is None:
             self._moved = self._mix()
             self._release()
-            self._world.enter(self.record, step=self._step)
+            self._world.add_stats(self.record, step=self._step)
             self._kind.give_back(self._rooms)
         return self._moved
 

@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.kernels.plan import NO_DRAW, Draw, IndexCode, Layout, Selection, TensorPlan, ValueCode
-from flexcomm.kernels.protocol import (
+from flexcomm.kernels.base import (
     LARGEST_MAGNITUDE,
     Average,
     Fault,
@@ -25,6 +24,7 @@ from flexcomm.kernels.protocol import (
     Survey,
     Writer,
 )
+from flexcomm.kernels.plan import NO_DRAW, Draw, IndexCode, Layout, Selection, TensorPlan, ValueCode
 from flexcomm.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:

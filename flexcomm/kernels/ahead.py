@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexcomm.kernels.base import Momentum, Payload, Survey
 from flexcomm.kernels.plan import NO_DRAW, IndexCode, Layout, Selection, TensorPlan, ValueCode
-from flexcomm.kernels.protocol import Momentum, Payload, Survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable

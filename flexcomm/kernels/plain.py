@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexcomm.kernels.protocol import Average, Fault, Kernels, Momentum, Payload, Survey
+from flexcomm.kernels.base import Average, Fault, Kernels, Momentum, Payload, Survey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ from flexcomm.kernels import (
     TensorPlan,
     ValueCode,
 )
-from flexcomm.kernels.protocol import LARGEST_MAGNITUDE
+from flexcomm.kernels.base import LARGEST_MAGNITUDE
 from flexcomm.testing.cases import DTYPES, Case, layout_with, numbers, sampled_cases, with_gaps
 from flexcomm.testing.coefficients import Sent, encode
 

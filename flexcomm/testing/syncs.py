@@ -208,7 +208,7 @@ def shards_are_averaged_over_nodes(world: World, compressor: Compressor) -> None
         TensorSpec("shard", (70 + 3 * place.local_rank, 33), torch.float32),
         TensorSpec("flat", (500 * place.local_rank,), torch.bfloat16),
     )
-    peers, residuals = place.pairs[place.local_rank], Residuals()
+    peers, residuals = place.inter_groups[place.local_rank], Residuals()
     shards = [make(spec, place.rank, 0, world.device) for spec in specs]
     require_works(world)
     for step in range(2):

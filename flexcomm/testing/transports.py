@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm.errors import InvalidTensorError
-from flexcomm.transport.buffers import REDUCIBLE
+from flexcomm.transport.staging import REDUCIBLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from flexcomm.errors import InvalidTensorError
-from flexcomm.transport.buffers import (
+from flexcomm.transport.operation import Finished, Operation
+from flexcomm.transport.staging import (
     check_counts,
     check_peer,
     check_plain,
@@ -15,7 +16,6 @@ from flexcomm.transport.buffers import (
     gatherv_output,
     scatter_output,
 )
-from flexcomm.transport.operation import Finished, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from flexcomm.errors import InvalidTensorError, TransportError
-from flexcomm.transport.buffers import (
+from flexcomm.transport.cuda_aware import mpi_is_cuda_aware
+from flexcomm.transport.loopback import copy_to_self
+from flexcomm.transport.mpi_progress import start_request
+from flexcomm.transport.operation import Operation, Request
+from flexcomm.transport.staging import (
     as_bytes,
     check_counts,
     check_peer,
@@ -27,10 +31,6 @@ from flexcomm.transport.buffers import (
     readable_beside,
     scatter_output,
 )
-from flexcomm.transport.cuda_aware import mpi_is_cuda_aware
-from flexcomm.transport.loopback import copy_to_self
-from flexcomm.transport.operation import Operation, Request
-from flexcomm.transport.progress import start_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

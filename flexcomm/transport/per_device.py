@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.transport.protocol import Handle, Transport
+    from flexcomm.transport.base import Handle, Transport
 
 __all__ = ["PerDeviceTransport"]
 

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError, PeerLostError, TransportError
-from flexcomm.transport.buffers import (
+from flexcomm.transport.loopback import copy_to_self
+from flexcomm.transport.operation import Expired, Finished, Operation, Request
+from flexcomm.transport.staging import (
     as_bytes,
     check_counts,
     check_peer,
@@ -30,8 +32,6 @@ from flexcomm.transport.buffers import (
     readable_beside,
     scatter_output,
 )
-from flexcomm.transport.loopback import copy_to_self
-from flexcomm.transport.operation import Expired, Finished, Operation, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

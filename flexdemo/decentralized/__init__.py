@@ -2,6 +2,6 @@
 
 from flexdemo.decentralized.adam import DecentralizedAdam
 from flexdemo.decentralized.consensus import ConsensusControl
-from flexdemo.decentralized.optimizer import Decentralized
+from flexdemo.decentralized.optimizer import DecentralizedOptimizer
 
-__all__ = ["ConsensusControl", "Decentralized", "DecentralizedAdam"]
+__all__ = ["ConsensusControl", "DecentralizedAdam", "DecentralizedOptimizer"]

@@ -8,7 +8,7 @@ from torch.optim import Adam, AdamW
 
 from flexcomm.sync import BUCKET_BYTES
 from flexdemo.accumulated import AccumAdam
-from flexdemo.decentralized.optimizer import Decentralized
+from flexdemo.decentralized.optimizer import DecentralizedOptimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["DecentralizedAdam"]
 
 
-class DecentralizedAdam(Decentralized):
+class DecentralizedAdam(DecentralizedOptimizer):
     """Decentralized Adam (arXiv 2410.11998): ``x <- W x - lr * Adam(gradient at the unmixed x)``, moments local.
 
     ``accumulate`` above 1 lets the moments move once in so many steps, by the mean gradient of those: small local
     batches then count like larger ones. Weight decay is AdamW's or, with ``decoupled=False``, added to the gradient.
-    All else is as for :class:`Decentralized`.
+    All else is as for :class:`DecentralizedOptimizer`.
     """
 
     def __init__(

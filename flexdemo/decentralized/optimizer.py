@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from flexdemo.lots import Lot
     from flexdemo.parameters import Group
 
-__all__ = ["Decentralized"]
+__all__ = ["DecentralizedOptimizer"]
 
 
-class Decentralized(FromOtherNodes, Optimizer):
+class DecentralizedOptimizer(FromOtherNodes, Optimizer):
     """Torch's ``optimizer`` on every replica, whose parameters are mixed with those of a few other nodes at a time.
 
     ``x <- W x - lr * d(x)`` (D-PSGD and decentralized Adam, arXiv 2410.11998): ``d`` is the optimizer's own step, on

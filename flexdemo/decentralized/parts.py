@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm import InvalidArgumentError, MixMemory, PushSum, mix, start_mix
+from flexcomm import InvalidArgumentError, MixResiduals, PushSum, mix, start_mix
 from flexcomm.gossip import complete
 from flexcomm.gossip.mixing import plan_mix
 from flexcomm.gossip.turn import turn_of
@@ -52,7 +52,7 @@ class Part:
         if not shards and len(params) > 1 and all(tensor.is_contiguous() for tensor in self._tensors):
             self._tensors = [_lay_together(params)]
         self._places = [local(param).data_ptr() for param in params]
-        self.memory = None if terms.compressor is None else MixMemory()
+        self.memory = None if terms.compressor is None else MixResiduals()
         self.begin_memory()
         self.push_sum = None if terms.schedule.is_doubly_stochastic else PushSum()
         self._handle: MixHandle[list[Tensor]] | None = None

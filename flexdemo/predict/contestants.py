@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from flexcomm.gossip import ScheduleLike
     from flexdemo.runtime import Cluster, Compression, Horizon, Updates, Workload
 
-__all__ = ["SCHEDULES", "AllReduce", "Contestant", "Decentralized", "FlexDemo", "choose_schedules", "find_schedule"]
+__all__ = [
+    "SCHEDULES",
+    "AllReduce",
+    "Contestant",
+    "DecentralizedMethod",
+    "FlexDemo",
+    "choose_schedules",
+    "find_schedule",
+]
 
 Kind = Literal["all-reduce", "decentralized", "flexdemo"]
 
@@ -82,7 +90,7 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class Decentralized:
+class DecentralizedMethod:
     """Decentralized training by a schedule of flexcomm.gossip."""
 
     name: str

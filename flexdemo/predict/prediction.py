@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from flexcomm import InvalidArgumentError
-from flexdemo.predict.contestants import AllReduce, Decentralized, find_schedule
+from flexdemo.predict.contestants import AllReduce, DecentralizedMethod, find_schedule
 from flexdemo.runtime import (
     AlphaBeta,
     BreakEven,
@@ -127,7 +127,7 @@ def _predict_row(scene: Scene, contestant: Contestant, all_reduce_s: float) -> R
 
 
 def _explain(scene: Scene, contestant: Contestant) -> Factors | None:
-    if not isinstance(contestant, Decentralized):
+    if not isinstance(contestant, DecentralizedMethod):
         return None
     schedule = find_schedule(contestant.name, scene.nodes)
     return explain(scene.cluster(), scene.workload, schedule, updates=contestant.updates, horizon=scene.horizon)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 from flexdemo.predict.arguments import format_bits_per_s, format_seconds
 from flexdemo.predict.calibration import Compute
 from flexdemo.predict.codec import SUPPOSED, for_k
-from flexdemo.predict.contestants import Contestant, Decentralized, FlexDemo, choose_schedules
+from flexdemo.predict.contestants import Contestant, DecentralizedMethod, FlexDemo, choose_schedules
 from flexdemo.predict.errors import PredictError
 from flexdemo.predict.prediction import Scene
 from flexdemo.runtime import AlphaBeta, MeasuredLinks, ModelError, Straggler, Updates, plan_workload
@@ -139,7 +139,7 @@ def plan_contestants(
         packed = [FlexDemo(for_k(codec, k), request.overlap) for k in sorted(request.ks, reverse=True)]
     except ModelError as error:
         raise PredictError(f"got --k {', '.join(map(str, request.ks))}: {error}") from error
-    return [*(Decentralized(name, updates) for name in names), *packed], skipped
+    return [*(DecentralizedMethod(name, updates) for name in names), *packed], skipped
 
 
 def describe_scene(scene: Scene, measured: Calibration | None) -> list[str]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from flexcomm.cabling import Cabling
-from flexcomm.world import announcement, assemble
+from flexcomm.bootstrap.groups import GroupFactory
+from flexcomm.world import assemble, read_rank_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,5 +44,5 @@ def connect_the_first(shape: Shape, everybody: World) -> World | None:
     if comm == MPI.COMM_NULL:
         return None
     assert isinstance(comm, MPI.Intracomm)
-    announced = replace(announcement(), size=shape.size)
-    return assemble(Cabling(announced, comm, TIMEOUT_S), "mpi", "mpi", shape.ranks_per_node)
+    rank_info = replace(read_rank_info(), size=shape.size)
+    return assemble(GroupFactory(rank_info, comm, TIMEOUT_S), "mpi", "mpi", shape.ranks_per_node)

@@ -12,10 +12,10 @@ from mpi4py import MPI
 
 import flexcomm
 from flexcomm import testing
+from flexcomm.bootstrap.mpi_job import meet
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError, TransportError
 from flexcomm.transport import LoopbackTransport, MPITransport
 from flexcomm.transport import mpi as mpi_room
-from flexcomm.transport.mpi_job import meet
 
 pytestmark = pytest.mark.mpi
 

@@ -68,7 +68,7 @@ def test_a_disagreement_is_named_on_every_rank(world: flexcomm.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_an_mpi_that_is_not_the_launchers_is_refused(world: flexcomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    announced = read_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "99"})
-    monkeypatch.setattr(world_room, "announcement", lambda: announced)
+    rank_info = read_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "99"})
+    monkeypatch.setattr(world_room, "read_rank_info", lambda: rank_info)
     with pytest.raises(TopologyError, match=rf"rank 0 of 99, but the MPI .* of {world.topology.size}"):
         flexcomm.connect(timeout_s=30)

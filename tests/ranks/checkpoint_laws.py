@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 import flexcomm
 from flexcomm import InvalidArgumentError, World
 from flexdemo import (
-    Attachment,
-    Exchanged,
+    DistributedOptimizer,
     FlexDeMo,
     FlexDeMoAdamW,
-    Outer,
+    HookHandle,
+    OuterOptimizer,
     attach_to_ddp,
     attach_to_fsdp,
     load_checkpoint,
@@ -90,8 +90,8 @@ def states_of_other_optimizers_are_refused(world: World) -> None:
     optimizer = zoos.flexdemo(zoo, world)
     with pytest.raises(InvalidArgumentError, match="was saved with compressor"):
         optimizer.load_state_dict(zoos.flexdemo(Zoo(), world, compressor=flexcomm.top_k(0.1)).state_dict())
-    with pytest.raises(InvalidArgumentError, match="exchange_every"):
-        zoos.flexdemo(zoo, world, exchange_every=3).load_state_dict(optimizer.state_dict())
+    with pytest.raises(InvalidArgumentError, match="sync_every"):
+        zoos.flexdemo(zoo, world, sync_every=3).load_state_dict(optimizer.state_dict())
     with pytest.raises(InvalidArgumentError, match="groups of"):
         optimizer.load_state_dict(zoos.in_two_groups(Zoo(), world).state_dict())
 
@@ -106,7 +106,7 @@ def shared_folder(world: World) -> Iterator[Path]:
         world.control.barrier().wait()
 
 
-Run = tuple[Module, "Optimizer", Attachment | None]
+Run = tuple[Module, "Optimizer", HookHandle | None]
 
 
 def fsdp2(world: World, make: Callable[..., Optimizer], seed: int = 0, **options: Any) -> Run:
@@ -119,19 +119,19 @@ def fsdp2_muon(world: World, seed: int = 0) -> Run:
     matrices = [param for param in model.parameters() if param.dim() == 2]
     rest = [param for param in model.parameters() if param.dim() != 2]
     optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
-    return model, Exchanged(optimizers, compressor=COMPRESSOR, world=world, exchange_every=2), None
+    return model, DistributedOptimizer(optimizers, compressor=COMPRESSOR, world=world, sync_every=2), None
 
 
 def fsdp2_hook(world: World, seed: int = 0) -> Run:
     model = sharded(world, make_model(seed))
-    attachment = attach_to_fsdp(model, flexcomm.random_k(1 / 4), world=world)
-    return model, torch.optim.AdamW(model.parameters(), 0.01), attachment
+    handle = attach_to_fsdp(model, flexcomm.random_k(1 / 4), world=world)
+    return model, torch.optim.AdamW(model.parameters(), 0.01), handle
 
 
 def ddp_hook(world: World, seed: int = 0) -> Run:
     model = DistributedDataParallel(make_model(seed), bucket_cap_mb=0.01)
-    attachment = attach_to_ddp(model, COMPRESSOR, world=world)
-    return model, torch.optim.AdamW(model.parameters(), 0.01), attachment
+    handle = attach_to_ddp(model, COMPRESSOR, world=world)
+    return model, torch.optim.AdamW(model.parameters(), 0.01), handle
 
 
 def replicas(world: World, make: Callable[..., Optimizer], seed: int = 0, **options: Any) -> Run:
@@ -143,9 +143,9 @@ RUNS: dict[str, Callable[..., Run]] = {
     "FlexDeMo, FSDP2": partial(fsdp2, make=FlexDeMo),
     "FlexDeMo, FSDP2, overlap": partial(fsdp2, make=FlexDeMo, overlap=True),
     "FlexDeMoAdamW, FSDP2": partial(fsdp2, make=FlexDeMoAdamW),
-    "local steps, FSDP2": partial(fsdp2, make=FlexDeMoAdamW, exchange_every=2, outer=Outer()),
+    "local steps, FSDP2": partial(fsdp2, make=FlexDeMoAdamW, sync_every=2, outer=OuterOptimizer()),
     "FlexDeMo, replicas": partial(replicas, make=FlexDeMo),
-    "local steps, replicas": partial(replicas, make=FlexDeMo, exchange_every=2),
+    "local steps, replicas": partial(replicas, make=FlexDeMo, sync_every=2),
     "Muon's steps, FSDP2": fsdp2_muon,
     "hook, FSDP2": fsdp2_hook,
     "hook, DDP": ddp_hook,
@@ -153,10 +153,10 @@ RUNS: dict[str, Callable[..., Run]] = {
 
 
 def files_go_on(world: World, name: str) -> None:
-    model, optimizer, attachment = RUNS[name](world)
+    model, optimizer, handle = RUNS[name](world)
     train(model, optimizer, world, BEFORE)
     for folder in shared_folder(world):
-        save_checkpoint(folder, model, optimizer, attachment)
+        save_checkpoint(folder, model, optimizer, handle)
         train(model, optimizer, world, AFTER)
         other, resumed, again = RUNS[name](world, seed=5)
         if again is not None:
@@ -181,7 +181,7 @@ def what_was_frozen_when_saved_begins_anew(world: World) -> None:
 
 def nodes_that_skipped_a_step_count_their_own(world: World) -> None:
     zoo, other = Zoo(), Zoo()
-    optimizer = zoos.adamw(zoo, world, exchange_every=4, nonfinite="skip")
+    optimizer = zoos.adamw(zoo, world, sync_every=4, nonfinite="skip")
     zoos.train(zoo, optimizer, world, range(2))
     optimizer.zero_grad()
     zoo(zoos.gradients_at(world, 2)).backward()
@@ -189,7 +189,7 @@ def nodes_that_skipped_a_step_count_their_own(world: World) -> None:
         zoo.matrix.grad[0, 0] = float("nan")
     optimizer.step()
     values, saved = copy.deepcopy(zoo.state_dict()), copy.deepcopy(optimizer.state_dict())
-    resumed = zoos.adamw(other, world, exchange_every=4, nonfinite="skip")
+    resumed = zoos.adamw(other, world, sync_every=4, nonfinite="skip")
     other.load_state_dict(values)
     resumed.load_state_dict(saved)
     counted = float(resumed.state[other.matrix]["step"])

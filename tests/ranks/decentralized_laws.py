@@ -20,8 +20,8 @@ from flexcomm import InvalidArgumentError, gossip
 from flexdemo import (
     AccumAdam,
     ConsensusControl,
-    Decentralized,
     DecentralizedAdam,
+    DecentralizedOptimizer,
     load_checkpoint,
     save_checkpoint,
 )
@@ -158,7 +158,7 @@ def any_optimizer_can_be_decentralized(world: World) -> None:
     ]
     for make in makes:
         net = Net()
-        got = train(net, Decentralized(make(net.parameters()), schedule, world=world), world, range(7))
+        got = train(net, DecentralizedOptimizer(make(net.parameters()), schedule, world=world), world, range(7))
         torch.testing.assert_close(got, reference(world, schedule, 7, make=make), rtol=0, atol=1e-9)
 
 

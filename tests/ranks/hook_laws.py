@@ -256,7 +256,7 @@ def frozen_and_unused_parameters_of_a_unit_are_no_obstacle(world: World) -> None
 def a_hook_survives_a_nan_wherever_it_waits(world: World) -> None:
     """Reduced as bfloat16, every unit waits for its exchange inside of FSDP's own code."""
     model = sharded(world, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    attachment = attach_to_fsdp(model, COMPRESSOR, world=world)
+    handle = attach_to_fsdp(model, COMPRESSOR, world=world)
     optimizer = SGD(model.parameters(), 0.25)
     for step in range(4):
         optimizer.zero_grad()
@@ -272,16 +272,16 @@ def a_hook_survives_a_nan_wherever_it_waits(world: World) -> None:
         before = values_of(model)
         optimizer.step()
         assert not any(torch.equal(x, y) for x, y in zip(before, values_of(model), strict=True) if x.numel() > 3)
-    assert attachment.step == 4, "every pass is counted"
+    assert handle.step == 4, "every pass is counted"
     require_replicas(world, model, "replicas stay alike")
 
 
 def a_model_is_attached_to_once_and_again_after_detaching(world: World) -> None:
     model = sharded(world)
-    attachment = attach_to_fsdp(model, COMPRESSOR, world=world)
+    handle = attach_to_fsdp(model, COMPRESSOR, world=world)
     with pytest.raises(InvalidArgumentError, match="detach"):
         attach_to_fsdp(model, COMPRESSOR, world=world)
-    attachment.detach()
+    handle.remove()
     attach_to_fsdp(model, COMPRESSOR, world=world)
     train(model, SGD(model.parameters(), 0.25), world, range(2))
     require_replicas(world, model, "replicas stay alike")
@@ -290,7 +290,7 @@ def a_model_is_attached_to_once_and_again_after_detaching(world: World) -> None:
 def a_backward_that_died_leaves_nothing_behind(world: World) -> None:
     """FSDP2 does not go on after that; what was under way is let go when another model's turn comes."""
     models = [sharded(world), sharded(world)]
-    attachments = [attach_to_fsdp(model, flexcomm.random_k(1 / 4), world=world) for model in models]
+    handles = [attach_to_fsdp(model, flexcomm.random_k(1 / 4), world=world) for model in models]
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -305,9 +305,9 @@ def a_backward_that_died_leaves_nothing_behind(world: World) -> None:
     inputs = batch(world, 0).requires_grad_()
     with pytest.raises(RuntimeError, match="died"):
         models[0](Fails.apply(inputs)).square().mean().backward()
-    attachments[0].detach()
+    handles[0].remove()
     train(models[1], SGD(models[1].parameters(), 0.25), world, range(2))
-    assert attachments[1].step == 2
+    assert handles[1].step == 2
     require_replicas(world, models[1], "replicas stay alike")
 
 
@@ -398,14 +398,14 @@ def float16_reduction_of_flat_units_is_refused(world: World) -> None:
 def micro_batches_are_exchanged_once(world: World) -> None:
     """With FSDP's own switch one exchange a step; without it every backward is exchanged, and added up."""
     model = sharded(world)
-    attachment = attach_to_fsdp(model, EVERYTHING, world=world)
+    handle = attach_to_fsdp(model, EVERYTHING, world=world)
     twin = plain_twin(world, range(0), 0.25)
     model.set_requires_gradient_sync(False)  # type: ignore[operator]  # an FSDPModule
     backward(model, world, 0)
-    assert attachment.step == 0, "nothing is exchanged before"
+    assert handle.step == 0, "nothing is exchanged before"
     model.set_requires_gradient_sync(True)  # type: ignore[operator]  # an FSDPModule
     backward(model, world, 1)
-    assert attachment.step == 1, "one exchange"
+    assert handle.step == 1, "one exchange"
     backward(model, world, 2)
     for rank in range(world.topology.size):
         for step in range(3):
@@ -421,10 +421,10 @@ def micro_batches_are_exchanged_once(world: World) -> None:
 
 def detaching_gives_the_model_back(world: World) -> None:
     model, twin = sharded(world), sharded(world)
-    attachment = attach_to_fsdp(model, EVERYTHING, world=world)
+    handle = attach_to_fsdp(model, EVERYTHING, world=world)
     train(model, SGD(model.parameters(), 0.0), world, range(1))
-    attachment.detach()
-    attachment.detach()
+    handle.remove()
+    handle.remove()
     model.zero_grad()
     backward(model, world, 1)
     backward(twin, world, 1)
@@ -433,24 +433,24 @@ def detaching_gives_the_model_back(world: World) -> None:
         assert y.grad is not None
         assert torch.equal(local(x.grad), local(y.grad)), "gradients are the node's alone"
     ddp = DistributedDataParallel(make_model())
-    attach_to_ddp(ddp, flexcomm.demo(k=1), world=world).detach()
+    attach_to_ddp(ddp, flexcomm.demo(k=1), world=world).remove()
     train(ddp, SGD(ddp.parameters(), 0.25), world, range(2))
     require_close(ddp.module, plain_twin(world, range(2), 0.25), world, "detached, DDP averages in full")
 
 
 def a_nan_leaves_residuals_alone(world: World) -> None:
     model = sharded(world)
-    attachment = attach_to_fsdp(model, COMPRESSOR, world=world)
+    handle = attach_to_fsdp(model, COMPRESSOR, world=world)
     optimizer = SGD(model.parameters(), 0.25)
     train(model, optimizer, world, range(2))
-    kept = {name: state.clone() for name, state in attachment.exchange.residuals[0].state_dict().items()}
+    kept = {name: state.clone() for name, state in handle.exchange.residuals[0].state_dict().items()}
     optimizer.zero_grad()
     inputs = batch(world, 2)
     if world.topology.rank == 0:
         inputs[0, 0] = math.nan
     with pytest.raises((NonFiniteError, flexcomm.SyncError)):
         model(inputs).square().mean().backward()
-    after = attachment.exchange.residuals[0].state_dict()
+    after = handle.exchange.residuals[0].state_dict()
     assert all(torch.equal(kept[name], state) for name, state in after.items()), "residuals are as they were"
 
 

@@ -15,7 +15,7 @@ from flexcomm import (
     ConfigMismatchError,
     InvalidArgumentError,
     InvalidTensorError,
-    MixMemory,
+    MixResiduals,
     NonFiniteError,
     PushSum,
     SyncError,
@@ -214,7 +214,7 @@ def compressed_distance(
 ) -> float:
     """How far this rank is from the mean after so many rounds, of how far it was."""
     everybodys = torch.randn(world.topology.size, 200, generator=torch.Generator().manual_seed(5))
-    mean, x, memory = everybodys.mean(dim=0), everybodys[world.topology.rank].clone(), MixMemory()
+    mean, x, memory = everybodys.mean(dim=0), everybodys[world.topology.rank].clone(), MixResiduals()
     push_sum = None if schedule.is_doubly_stochastic else PushSum()
     for step in range(rounds):
         options = {"gamma": gamma, "compressor": compressor, "memory": memory, "push_sum": push_sum}
@@ -259,7 +259,7 @@ CONVERGENCES |= {
 
 def what_diverges_is_refused(world: World) -> None:
     nodes, x = world.topology.nodes, torch.zeros(4096)
-    fixed, memory = gossip.complete(nodes), MixMemory()
+    fixed, memory = gossip.complete(nodes), MixResiduals()
     refused = [
         ({"compressor": flexcomm.top_k(0.1), "gamma": 1.0, "memory": memory}, fixed, "gamma=1 diverges"),
         ({"compressor": flexcomm.random_k(0.125), "gamma": 0.2, "memory": memory}, fixed, "at most gamma=0.125"),
@@ -290,7 +290,7 @@ def disagreement_is_an_error_and_changes_nothing(world: World) -> None:
         return
     with pytest.raises(ConfigMismatchError, match="tensors to be mixed"):
         flexcomm.mix(torch.zeros(8 + rank), schedule, 0, world=world)
-    x, memory, push_sum = torch.ones(9) * rank, MixMemory(), PushSum()
+    x, memory, push_sum = torch.ones(9) * rank, MixResiduals(), PushSum()
     before = x.clone()
     if world.topology.nodes > 1:
         for options in ({}, {"compressor": flexcomm.dense(values="int8"), "memory": memory}, {"push_sum": push_sum}):
@@ -313,7 +313,7 @@ def calls_that_ranks_make_differently_are_found(world: World) -> None:
 
 
 def empty_tensors_change_nothing_about_the_others(world: World) -> None:
-    schedule, memory = gossip.complete(world.topology.nodes), MixMemory()
+    schedule, memory = gossip.complete(world.topology.nodes), MixResiduals()
     everybodys = inputs(world, 4, dtype=torch.float32)
     xs = [everybodys[world.topology.rank].clone(), torch.zeros(0, 3)]
     got = flexcomm.mix(xs, schedule, 0, world=world, compressor=flexcomm.dense(), memory=memory).tensors
@@ -321,7 +321,7 @@ def empty_tensors_change_nothing_about_the_others(world: World) -> None:
 
 
 def a_memory_serves_one_mix_at_a_time(world: World) -> None:
-    schedule, memory = gossip.complete(world.topology.nodes), MixMemory()
+    schedule, memory = gossip.complete(world.topology.nodes), MixResiduals()
     options = {"world": world, "compressor": flexcomm.dense(values="int8"), "memory": memory}
     handle = flexcomm.start_mix(torch.ones(8), schedule, 0, **options)
     with pytest.raises(InvalidArgumentError, match="in use"):
@@ -342,7 +342,7 @@ def lanes_need_no_common_order(world: World) -> None:
 
 
 def what_one_rank_cannot_send_all_of_its_node_hear_of(world: World) -> None:
-    schedule, memory = gossip.complete(world.topology.nodes), MixMemory()
+    schedule, memory = gossip.complete(world.topology.nodes), MixResiduals()
     x = torch.full((64,), float("nan"))
     if world.topology.size > 1:
         with pytest.raises((NonFiniteError, SyncError)):

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import flexcomm
 from flexcomm import ConfigMismatchError, InvalidArgumentError, InvalidTensorError, NonFiniteError, World
 from flexcomm.testing.expected import require_same_everywhere
-from flexdemo import Exchanged, FlexDeMo, FlexDeMoAdamW, Outer
+from flexdemo import DistributedOptimizer, FlexDeMo, FlexDeMoAdamW, OuterOptimizer
 from flexdemo.training import NodeOptimizer
 from tests.naive_demo import CLOSEST, ROUNDING, NaiveDemo
 from tests.ranks.zoo import Zoo, gradients_at
@@ -60,21 +60,21 @@ OPTIMIZERS: dict[str, Make] = {
     "overlap": lambda zoo, world: flexdemo(zoo, world, overlap=True, bucket_bytes=SMALL),
     "adamw": lambda zoo, world: adamw(zoo, world, bucket_bytes=SMALL),
     "adamw fused": lambda zoo, world: adamw(zoo, world, fused=True, compressor=flexcomm.dense()),
-    "steps": lambda zoo, world: adamw(zoo, world, exchange="steps"),
-    "muon": lambda zoo, world: Exchanged(
+    "steps": lambda zoo, world: adamw(zoo, world, sync="steps"),
+    "muon": lambda zoo, world: DistributedOptimizer(
         [
             torch.optim.Muon([zoo.matrix, zoo.square], lr=2.0**-7),
             torch.optim.SGD([param for param in zoo.parameters() if param.dim() != 2 or not param.numel()], 2.0**-7),
         ],
         compressor=flexcomm.dense(values="sign2"),
-        exchange="steps",
+        sync="steps",
         world=world,
         bucket_bytes=SMALL,
     ),
-    "local": lambda zoo, world: flexdemo(zoo, world, exchange_every=4),
-    "local adamw": lambda zoo, world: adamw(zoo, world, exchange_every=4, bucket_bytes=SMALL),
+    "local": lambda zoo, world: flexdemo(zoo, world, sync_every=4),
+    "local adamw": lambda zoo, world: adamw(zoo, world, sync_every=4, bucket_bytes=SMALL),
     "outer": lambda zoo, world: adamw(
-        zoo, world, exchange_every=2, outer=Outer(), compressor=flexcomm.dense(values="sign2")
+        zoo, world, sync_every=2, outer=OuterOptimizer(), compressor=flexcomm.dense(values="sign2")
     ),
 }
 EVERY = {"local": 4, "local adamw": 4, "outer": 2}
@@ -132,7 +132,7 @@ def _replicas_of(name: str, steps: int, every: int, world: World) -> None:
 
 def local_steps_are_taken_alone(world: World) -> None:
     zoo = Zoo()
-    train(zoo, adamw(zoo, world, exchange_every=4), world, range(3))
+    train(zoo, adamw(zoo, world, sync_every=4), world, range(3))
     everybodys = world.inter.all_gather(zoo.matrix.detach()).wait()
     apart = [node for node, other in enumerate(everybodys) if torch.equal(other, zoo.matrix)]
     assert apart == [world.topology.node], f"nodes that go alone go apart, but {apart} are equal"
@@ -143,7 +143,7 @@ def local_steps_are_taken_alone(world: World) -> None:
 def a_node_that_fails_alone_does_not_miss_the_meeting(world: World) -> None:
     for failing in (0, 1):
         zoo = Zoo()
-        optimizer = adamw(zoo, world, exchange_every=2)
+        optimizer = adamw(zoo, world, sync_every=2)
         for step in range(4):
             optimizer.zero_grad()
             zoo(gradients_at(world, step)).backward()
@@ -161,8 +161,8 @@ def a_node_that_fails_alone_does_not_miss_the_meeting(world: World) -> None:
 def nodes_meet_where_they_are_on_average(world: World) -> None:
     """Everything is sent, so the difference is the mean of all, up to the rounding of a few float32 additions."""
     zoo, alone = Zoo(), Zoo()
-    train(zoo, adamw(zoo, world, exchange_every=3, compressor=flexcomm.dense()), world, range(3))
-    train(alone, adamw(alone, world.alone(), compressor=flexcomm.dense()), world, range(3))
+    train(zoo, adamw(zoo, world, sync_every=3, compressor=flexcomm.dense()), world, range(3))
+    train(alone, adamw(alone, world.node_only(), compressor=flexcomm.dense()), world, range(3))
     mean = world.inter.all_reduce(alone.matrix.detach().clone()).wait() / world.topology.nodes
     assert float((zoo.matrix.detach() - mean).abs().max()) <= 4 * 2.0**-24 * float(mean.abs().max())
 
@@ -465,8 +465,8 @@ def settings_are_checked(world: World) -> None:
             flexdemo(zoo, world, **{name: value})
     with pytest.raises(InvalidArgumentError, match="compressor is 3"):
         flexdemo(zoo, world, compressor=3)
-    with pytest.raises(InvalidArgumentError, match="exchange_every is 0"):
-        flexdemo(zoo, world, exchange_every=0)
+    with pytest.raises(InvalidArgumentError, match="sync_every is 0"):
+        flexdemo(zoo, world, sync_every=0)
     with pytest.raises(InvalidArgumentError, match="int64"):
         FlexDeMo([torch.zeros(3, dtype=torch.int64)], world=world)
 
@@ -475,7 +475,7 @@ def without_communication_there_is_momentum(world: World) -> None:
     """The rule is the same on one node: what is not sent stays, and is sent later."""
     param = torch.nn.Parameter(torch.zeros(16, 16))
     compressor = flexcomm.demo(8, chunk=16, values="fp32")
-    optimizer = FlexDeMo([param], 1.0, decay=1.0, compressor=compressor, update="plain", world=world.alone())
+    optimizer = FlexDeMo([param], 1.0, decay=1.0, compressor=compressor, update="plain", world=world.node_only())
     gradient = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
     param.grad = gradient.clone()
     optimizer.step()
@@ -501,7 +501,7 @@ def torchs_optimizers_take_their_own_steps(world: World) -> None:
     }
     for name, make in makes.items():
         ours, theirs = (torch.nn.Parameter(torch.ones(20, 30)) for _ in range(2))
-        one = Exchanged([make([ours])], compressor=flexcomm.dense(), world=world)
+        one = DistributedOptimizer([make([ours])], compressor=flexcomm.dense(), world=world)
         one.state_dict()
         other = make([theirs])
         for step in range(5):
@@ -519,7 +519,7 @@ def an_optimizer_goes_on_where_it_stepped_before(world: World) -> None:
     for param, optimizer in ((ours, inner), (theirs, other)):
         param.grad = torch.full((8, 8), 3.0)
         optimizer.step()
-    exchanged = Exchanged([inner], compressor=flexcomm.dense(), world=world)
+    exchanged = DistributedOptimizer([inner], compressor=flexcomm.dense(), world=world)
     for param, optimizer in ((ours, exchanged), (theirs, other)):
         param.grad = torch.full((8, 8), -1.0)
         optimizer.step()
@@ -546,13 +546,13 @@ def a_gradient_put_in_place_of_another_is_noticed(world: World) -> None:
 def what_makes_no_sense_together_is_refused(world: World) -> None:
     zoo = Zoo()
     with pytest.raises(InvalidArgumentError, match="outer moves nodes"):
-        flexdemo(zoo, world, outer=Outer())
+        flexdemo(zoo, world, outer=OuterOptimizer())
     with pytest.raises(InvalidArgumentError, match="are for gradients"):
-        adamw(zoo, world, exchange="steps", decay=0.9)
+        adamw(zoo, world, sync="steps", decay=0.9)
     with pytest.raises(InvalidArgumentError, match="exchange is 'all'"):
-        adamw(zoo, world, exchange="all")
+        adamw(zoo, world, sync="all")
     with pytest.raises(InvalidArgumentError, match="LBFGS"):
-        Exchanged([torch.optim.LBFGS([zoo.matrix])], compressor=flexcomm.dense(), world=world)
+        DistributedOptimizer([torch.optim.LBFGS([zoo.matrix])], compressor=flexcomm.dense(), world=world)
     table = torch.nn.Embedding(10, 4, sparse=True)
     optimizer = FlexDeMo(table.parameters(), world=world)
     table(torch.tensor([3])).sum().backward()
@@ -572,8 +572,8 @@ def ranks_that_train_other_parameters_are_told(world: World) -> None:
 def steps_not_sent_are_sent_later(world: World) -> None:
     """One step is taken, and eight meetings send 512 of its 4096 coefficients each: then all have gone that way."""
     param = torch.nn.Parameter(torch.zeros(64, 64))
-    optimizer = Exchanged(
-        [torch.optim.SGD([param], 1.0)], compressor=flexcomm.demo(512, values="fp32"), exchange="steps", world=world
+    optimizer = DistributedOptimizer(
+        [torch.optim.SGD([param], 1.0)], compressor=flexcomm.demo(512, values="fp32"), sync="steps", world=world
     )
     gradients = [torch.randn(64, 64, generator=torch.Generator().manual_seed(node)) for node in range(99)]
     mean = torch.stack(gradients[: world.topology.nodes]).mean(dim=0)
@@ -623,7 +623,7 @@ def alpha_says_how_much_of_what_was_sent_is_taken_out(world: World) -> None:
 def what_waits_for_its_turn_decays(world: World) -> None:
     def make(param: torch.nn.Parameter) -> NodeOptimizer:
         half = flexcomm.striding(1 / 2, values="fp32")
-        return Exchanged([torch.optim.SGD([param], 1.0)], compressor=half, decay=0.5, world=world)
+        return DistributedOptimizer([torch.optim.SGD([param], 1.0)], compressor=half, decay=0.5, world=world)
 
     gradient = 4 * torch.arange(1.0, 65.0)
     moved = -exactly(world, make, [gradient, torch.zeros(64)]) / gradient
@@ -633,11 +633,11 @@ def what_waits_for_its_turn_decays(world: World) -> None:
 def the_outer_optimizer_is_sgd_on_the_way_gone(world: World) -> None:
     gradient = 4 * torch.arange(64.0)
     for nesterov in (True, False):
-        outer = Outer(lr=0.5, momentum=0.5, nesterov=nesterov)
+        outer = OuterOptimizer(lr=0.5, momentum=0.5, nesterov=nesterov)
 
-        def make(param: torch.nn.Parameter, outer: Outer = outer) -> NodeOptimizer:
+        def make(param: torch.nn.Parameter, outer: OuterOptimizer = outer) -> NodeOptimizer:
             inner = [torch.optim.SGD([param], 1.0)]
-            return Exchanged(inner, compressor=flexcomm.dense(), exchange_every=2, outer=outer, world=world)
+            return DistributedOptimizer(inner, compressor=flexcomm.dense(), sync_every=2, outer=outer, world=world)
 
         moved = exactly(world, make, [gradient] * 6)
         expected = torch.nn.Parameter(torch.zeros(64))

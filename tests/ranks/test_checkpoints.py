@@ -153,23 +153,23 @@ def test_another_number_of_nodes_is_refused_if_nothing_is_said(tmp_path: Path) -
 def save_attached(folder: str) -> None:
     with flexcomm.connect(timeout_s=60) as world:
         model = sharded(world)
-        attachment = attach_to_fsdp(model, COMPRESSOR, world=world)
+        handle = attach_to_fsdp(model, COMPRESSOR, world=world)
         optimizer = torch.optim.SGD(model.parameters(), 0.25)
         train(model, optimizer, world, range(2))
-        save_checkpoint(Path(folder), model, optimizer, attachment)
+        save_checkpoint(Path(folder), model, optimizer, handle)
 
 
 def load_attached(folder: str) -> list[bool]:
     with flexcomm.connect(timeout_s=60) as world:
         model = sharded(world)
-        attachment = attach_to_fsdp(model, COMPRESSOR, world=world)
+        handle = attach_to_fsdp(model, COMPRESSOR, world=world)
         optimizer = torch.optim.SGD(model.parameters(), 0.25)
         with pytest.raises(InvalidArgumentError, match="other_nodes='mean'"):
-            load_checkpoint(Path(folder), model, optimizer, attachment)
-        load_checkpoint(Path(folder), model, optimizer, attachment, other_nodes="mean")
+            load_checkpoint(Path(folder), model, optimizer, handle)
+        load_checkpoint(Path(folder), model, optimizer, handle, other_nodes="mean")
         train(model, optimizer, world, range(2))
         require_replicas(world, model, "replicas go on alike")
-        return [bool(state.any()) for state in attachment.exchange.residuals[0].state_dict().values()]
+        return [bool(state.any()) for state in handle.exchange.residuals[0].state_dict().values()]
 
 
 def test_hooks_go_on_on_another_number_of_nodes(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_hooks_go_on_on_another_number_of_nodes(tmp_path: Path) -> None:
 def make_local(world: World, kind: str) -> tuple[torch.nn.Module, NodeOptimizer]:
     model = make_model()
     make = FlexDeMo if kind == "FlexDeMo" else FlexDeMoAdamW
-    return model, make(model.named_parameters(), compressor=COMPRESSOR, world=world, exchange_every=2)
+    return model, make(model.named_parameters(), compressor=COMPRESSOR, world=world, sync_every=2)
 
 
 def save_local(folder: str, kind: str) -> float:

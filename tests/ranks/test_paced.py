@@ -30,9 +30,9 @@ def on_paced_links(law: Callable[[Transport, str], None], world: World) -> None:
 
 def all_that_crosses_nodes_is_paced(world: World) -> None:
     paced = pace(world, rate_bits_per_s=FAST_BITS_PER_S)
-    crossing = [paced.inter, paced.control, paced.beside().inter, paced.alone().control]
+    crossing = [paced.inter, paced.control, paced.clone_groups().inter, paced.node_only().control]
     assert [one.name for one in crossing] == ["gloo paced to 1000 Mbit/s"] * len(crossing)
-    inside = [paced.intra, paced.beside().intra, paced.alone().inter]
+    inside = [paced.intra, paced.clone_groups().intra, paced.node_only().inter]
     assert not any("paced" in one.name for one in inside)
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from flexcomm.stats import Ledger, SyncRecord
+from flexcomm.stats import StatsHistory, SyncRecord
 
 
 def record(factor: int) -> SyncRecord:
@@ -45,26 +45,26 @@ def test_compression_is_the_ratio_of_lengths_and_one_where_nothing_was_sent() ->
     assert SyncRecord().compression == 1.0
 
 
-def test_a_ledger_holds_the_sum_of_all_and_the_last_256_one_by_one() -> None:
-    ledger = Ledger()
+def test_a_history_holds_the_sum_of_all_and_the_last_256_one_by_one() -> None:
+    history = StatsHistory()
     for number in range(300):
-        ledger.enter(SyncRecord(syncs=1, dense_bytes=number), sequence=number, step=7)
-    assert ledger.total.syncs == 300
-    assert ledger.total.dense_bytes == sum(range(300))
-    assert [one["sequence"] for one in ledger.recent] == list(range(44, 300))
-    assert ledger.recent[-1]["dense_bytes"] == 299
+        history.add(SyncRecord(syncs=1, dense_bytes=number), sequence=number, step=7)
+    assert history.total.syncs == 300
+    assert history.total.dense_bytes == sum(range(300))
+    assert [one["sequence"] for one in history.recent] == list(range(44, 300))
+    assert history.recent[-1]["dense_bytes"] == 299
 
 
 def test_what_was_entered_does_not_change_with_its_record() -> None:
-    ledger, one = Ledger(), SyncRecord(syncs=1)
-    ledger.enter(one)
+    history, one = StatsHistory(), SyncRecord(syncs=1)
+    history.add(one)
     one.syncs = 5
-    assert ledger.total.syncs == 1
-    assert ledger.recent[0]["syncs"] == 1
+    assert history.total.syncs == 1
+    assert history.recent[0]["syncs"] == 1
 
 
 def test_everything_can_be_written_as_json_and_read_back() -> None:
-    ledger = Ledger()
-    ledger.enter(record(2), sequence=3)
-    told = [ledger.total.as_dict(), *ledger.recent]
+    history = StatsHistory()
+    history.add(record(2), sequence=3)
+    told = [history.total.as_dict(), *history.recent]
     assert json.loads(json.dumps(told)) == told

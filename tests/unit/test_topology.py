@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcomm.errors import TopologyError
-from flexcomm.topology import Announcement, Topology, arrange, blocks, expand_tasks_per_node, read_launcher
+from flexcomm.topology import RankInfo, Topology, arrange, blocks, expand_tasks_per_node, read_launcher
 
 if TYPE_CHECKING:
     from random import Random
@@ -43,20 +43,20 @@ SRUN = {
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (OPENMPI, Announcement("openmpi", 3, 4, None, 1, 2)),
-        (HYDRA, Announcement("mpich", 3, 4, None, 1, 2)),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Announcement("mpich", 3, 4, None, None, None)),
+        (OPENMPI, RankInfo("openmpi", 3, 4, None, 1, 2)),
+        (HYDRA, RankInfo("mpich", 3, 4, None, 1, 2)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, RankInfo("mpich", 3, 4, None, None, None)),
         (
             {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
-            Announcement("mpich", 3, 4, None, 1, 2),
+            RankInfo("mpich", 3, 4, None, 1, 2),
         ),
-        (TORCHRUN, Announcement("torchrun", 3, 4, 1, 1, 2)),
-        (SRUN, Announcement("slurm", 3, 4, 1, 1, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Announcement("environment", 1, 2, None, None, None)),
-        ({}, Announcement("none", 0, 1, 0, 0, 1)),
+        (TORCHRUN, RankInfo("torchrun", 3, 4, 1, 1, 2)),
+        (SRUN, RankInfo("slurm", 3, 4, 1, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, RankInfo("environment", 1, 2, None, None, None)),
+        ({}, RankInfo("none", 0, 1, 0, 0, 1)),
     ],
 )
-def test_each_launcher_is_read_from_its_own_variables(environ: dict[str, str], expected: Announcement) -> None:
+def test_each_launcher_is_read_from_its_own_variables(environ: dict[str, str], expected: RankInfo) -> None:
     assert read_launcher(environ) == expected
 
 
@@ -87,7 +87,7 @@ def test_the_innermost_launcher_counts(environ: dict[str, str], launcher: str) -
 
 def test_a_batch_script_outside_srun_is_one_process() -> None:
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
-    assert read_launcher(batch) == Announcement("none", 0, 1, 0, 0, 1)
+    assert read_launcher(batch) == RankInfo("none", 0, 1, 0, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -118,15 +118,13 @@ def test_slurm_counts_are_expanded() -> None:
     assert expand_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 
 
-def numbered(*places: tuple[int, int]) -> list[Announcement]:
-    return [
-        Announcement("slurm", rank, len(places), node, local_rank) for rank, (node, local_rank) in enumerate(places)
-    ]
+def numbered(*places: tuple[int, int]) -> list[RankInfo]:
+    return [RankInfo("slurm", rank, len(places), node, local_rank) for rank, (node, local_rank) in enumerate(places)]
 
 
-def counted(*places: tuple[int, int]) -> list[Announcement]:
+def counted(*places: tuple[int, int]) -> list[RankInfo]:
     return [
-        Announcement("openmpi", rank, len(places), None, local_rank, local_size)
+        RankInfo("openmpi", rank, len(places), None, local_rank, local_size)
         for rank, (local_rank, local_size) in enumerate(places)
     ]
 
@@ -146,17 +144,17 @@ def test_every_rank_is_found_where_it_was_announced(nodes: int, local_size: int,
     for rank, (node, local_rank) in enumerate(places):
         topology = Topology(rank, members, "slurm")
         assert (topology.node, topology.local_rank) == (node, local_rank)
-        assert topology.pairs[local_rank][node] == rank
+        assert topology.inter_groups[local_rank][node] == rank
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_blocks_are_recognised_exactly_when_their_sizes_are_equal(sizes: list[int]) -> None:
-    announced = counted(*((local_rank, size) for size in sizes for local_rank in range(size)))
+    rank_infos = counted(*((local_rank, size) for size in sizes for local_rank in range(size)))
     if len(set(sizes)) == 1:
-        assert arrange(announced) == blocks(sum(sizes), sizes[0])
+        assert arrange(rank_infos) == blocks(sum(sizes), sizes[0])
     else:
         with pytest.raises(TopologyError, match="different numbers of ranks"):
-            arrange(announced)
+            arrange(rank_infos)
 
 
 def test_blocks_of_ranks_need_no_node_numbers() -> None:
@@ -164,26 +162,26 @@ def test_blocks_of_ranks_need_no_node_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "announced",
+    "rank_infos",
     [
         counted((0, 2), (0, 2), (1, 2), (1, 2)),
         counted((0, 3), (1, 3), (0, 3), (1, 3)),
-        [Announcement("mpich", rank, 2) for rank in range(2)],
+        [RankInfo("mpich", rank, 2) for rank in range(2)],
     ],
     ids=["round robin", "counts that do not add up", "nothing announced"],
 )
-def test_what_only_an_mpi_can_tell_is_left_open(announced: list[Announcement]) -> None:
-    assert arrange(announced) is None
+def test_what_only_an_mpi_can_tell_is_left_open(rank_infos: list[RankInfo]) -> None:
+    assert arrange(rank_infos) is None
 
 
 @pytest.mark.parametrize(
-    "announced",
+    "rank_infos",
     [counted((0, 3), (1, 3), (2, 3), (0, 1)), numbered((0, 0), (0, 1), (0, 2), (1, 0))],
     ids=["counted", "numbered"],
 )
-def test_nodes_of_unequal_size_are_refused_with_their_counts(announced: list[Announcement]) -> None:
+def test_nodes_of_unequal_size_are_refused_with_their_counts(rank_infos: list[RankInfo]) -> None:
     with pytest.raises(TopologyError, match="node 0: 3, node 1: 1"):
-        arrange(announced)
+        arrange(rank_infos)
 
 
 def test_a_local_rank_announced_twice_is_refused() -> None:
@@ -201,7 +199,7 @@ def test_a_topology_pairs_equal_local_ranks_between_nodes() -> None:
     place = Topology(rank=1, members=((0, 2), (1, 3), (4, 5)), launcher="slurm")
     assert (place.size, place.nodes, place.local_size) == (6, 3, 2)
     assert (place.node, place.local_rank) == (1, 0)
-    assert place.pairs == ((0, 1, 4), (2, 3, 5))
+    assert place.inter_groups == ((0, 1, 4), (2, 3, 5))
     assert str(place) == "rank 1 of 6: node 1 of 3, local rank 0 of 2 (slurm)"
 
 

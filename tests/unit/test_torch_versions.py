@@ -11,7 +11,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import flexcomm
-from flexcomm.ranges import shown_as
+from flexcomm.profiling import profiler_range
 from flexcomm.torch_versions import TESTED_ON, TESTED_VERSIONS, log_untested_version, private
 
 if TYPE_CHECKING:
@@ -75,4 +75,4 @@ def test_a_torch_that_is_not_newer_is_not_logged(
 
 def test_a_torch_that_does_not_tell_whether_it_profiles_is_given_all_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
-    assert isinstance(shown_as("encode"), torch.profiler.record_function)
+    assert isinstance(profiler_range("encode"), torch.profiler.record_function)

@@ -27,8 +27,8 @@ import torch
 from flexcomm.compress import Identity, Pipeline, RandomK, Striding, Threshold, TopK, demo, top_k
 from flexcomm.errors import WireError
 from flexcomm.kernels import IndexCode, Payload, ReferenceKernels, TensorPlan, ValueCode
+from flexcomm.kernels.base import LARGEST_MAGNITUDE
 from flexcomm.kernels.cpu import CpuKernels
-from flexcomm.kernels.protocol import LARGEST_MAGNITUDE
 from flexcomm.testing.coefficients import Sent, sent_coefficients
 from flexcomm.wire import HEADER_NBYTES, HEADER_NWORDS, Region, find_payload, plan_layout
 from tests.unit.buckets import Gathered, gather, open_, opened, reseal_

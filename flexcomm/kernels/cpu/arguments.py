@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from flexcomm.kernels.base import LARGEST_MAGNITUDE
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
 from flexcomm.kernels.counting import entries_before, threshold_bits
 from flexcomm.kernels.cpu.records import (
@@ -23,7 +24,6 @@ from flexcomm.kernels.cpu.records import (
     Words,
 )
 from flexcomm.kernels.plan import NO_DRAW, Selection
-from flexcomm.kernels.protocol import LARGEST_MAGNITUDE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from flexcomm.kernels.base import Momentum, Payload
     from flexcomm.kernels.plan import Draw, Layout, TensorPlan
-    from flexcomm.kernels.protocol import Momentum, Payload
 
 __all__ = [
     "NO_COUNTS",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from flexcomm.kernels.base import Average, Fault, Momentum, Payload, Survey
 from flexcomm.kernels.counting import BINS, fill_up, raise_threshold
 from flexcomm.kernels.cpu import checking, surveying
 from flexcomm.kernels.cpu.arguments import as_words, magnitude_bits, outline_of, source_of
@@ -14,7 +15,6 @@ from flexcomm.kernels.cpu.coefficients import MAGNITUDE
 from flexcomm.kernels.cpu.mixer import mixer_of
 from flexcomm.kernels.cpu.prepared import CpuReader, CpuWriter
 from flexcomm.kernels.cpu.shares import cut_up, run
-from flexcomm.kernels.protocol import Average, Fault, Momentum, Payload, Survey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from flexcomm.kernels.base import Average, Fault, Momentum, Payload, Survey
 from flexcomm.kernels.cpu import checking, decoding, encoding
 from flexcomm.kernels.cpu.arguments import (
     NO_COUNTS,
@@ -24,7 +25,6 @@ from flexcomm.kernels.cpu.arguments import (
 )
 from flexcomm.kernels.cpu.records import Target
 from flexcomm.kernels.cpu.shares import cut_up, run
-from flexcomm.kernels.protocol import Average, Fault, Momentum, Payload, Survey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

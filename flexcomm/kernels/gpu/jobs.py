@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from flexcomm.kernels.base import Momentum
     from flexcomm.kernels.plan import Draw, Layout, TensorPlan
-    from flexcomm.kernels.protocol import Momentum
 
 __all__ = ["ELEMENTS", "coefficients_job", "elements_job", "list_records", "mix_job", "plan_job", "section_of"]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, entries_before, fill_up, raise_threshold, threshold_bits
 from flexcomm.kernels.gpu.jobs import (
     ELEMENTS,
@@ -22,7 +23,6 @@ from flexcomm.kernels.gpu.records import Job
 from flexcomm.kernels.gpu.share import Share, plan_chunk_share, plan_item_share, plan_sum_share
 from flexcomm.kernels.plain import PlainReader, PlainWriter
 from flexcomm.kernels.plan import NO_DRAW
-from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, fill_up, raise_threshold, threshold_bits
 from flexcomm.kernels.plain import PlainReader, PlainWriter
 from flexcomm.kernels.plan import IndexCode, ValueCode
-from flexcomm.kernels.protocol import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
 from flexcomm.kernels.reference.bits import get, put, to_bits, to_words
 from flexcomm.kernels.reference.floats import divided, magnitude_bits, rounded
 from flexcomm.kernels.reference.hashing import GOLDEN, LOW32, mix32

@@ -14,8 +14,8 @@ from flexcomm.kernels.reference.hashing import GOLDEN, mix32
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexcomm.kernels.base import Survey
     from flexcomm.kernels.plan import Draw, TensorPlan
-    from flexcomm.kernels.protocol import Survey
 
 __all__ = ["select", "select_shared"]
 

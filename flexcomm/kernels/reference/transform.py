@@ -12,8 +12,8 @@ from flexcomm.kernels.reference.floats import rounded
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexcomm.kernels.base import Momentum
     from flexcomm.kernels.plan import TensorPlan
-    from flexcomm.kernels.protocol import Momentum
 
 __all__ = ["accumulate", "apply", "restore"]
 

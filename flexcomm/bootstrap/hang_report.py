@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.agreement import name_ranks
+from flexcomm.bootstrap.consistency import name_ranks
 from flexcomm.errors import DeadlineExceededError, TransportError
 
 if TYPE_CHECKING:
     from flexcomm.transport import Handle
     from flexcomm.world import World
 
-__all__ = ["DUMP_VARIABLE", "explain_deadline"]
+__all__ = ["DUMP_VARIABLE", "explain_timeout"]
 
 DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"
 """Where reports of missed deadlines go; the folder for temporary files, if it is not set."""
@@ -28,9 +28,9 @@ DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"
 _PATIENCE_S = 5.0
 
 
-def explain_deadline(world: World, error: DeadlineExceededError, sequence: int) -> DeadlineExceededError:
+def explain_timeout(world: World, error: DeadlineExceededError, sequence: int) -> DeadlineExceededError:
     """Return the error with what the other ranks say, and where the report of the last synchronisations is."""
-    reached = ask_everybody(world, sequence)
+    reached = ask_all_ranks(world, sequence)
     silent = [rank for rank, number in enumerate(reached) if number is None]
     behind = [rank for rank, number in enumerate(reached) if number is not None and number < sequence]
     if silent:
@@ -46,7 +46,7 @@ def explain_deadline(world: World, error: DeadlineExceededError, sequence: int) 
     return explained
 
 
-def ask_everybody(world: World, sequence: int) -> list[int | None]:
+def ask_all_ranks(world: World, sequence: int) -> list[int | None]:
     """Return to which bucket each rank has come; None for those that do not answer in time.
 
     They answer when they ask themselves: all that wait for the missing one miss their deadline, too.

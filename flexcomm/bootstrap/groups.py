@@ -1,4 +1,4 @@
-"""Laying cables: from the name of a kind (``auto``, ``nccl``, ``gloo``, ``mpi``) and a set of ranks to a transport."""
+"""Transports made from a name (``auto``, ``nccl``, ``gloo``, ``mpi``) and groups of ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch.distributed as dist
 
-from flexcomm.abort import abort_job_on_exception
+from flexcomm.bootstrap.abort import abort_job_on_exception
+from flexcomm.bootstrap.mpi_job import library_name, meet, world_communicator
+from flexcomm.bootstrap.rendezvous import start_torch
 from flexcomm.errors import InvalidArgumentError, TopologyError, TransportUnavailableError
-from flexcomm.rendezvous import start_torch
 from flexcomm.topology import MPI_LAUNCHERS
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
-from flexcomm.transport.mpi_job import library_name, meet, world_communicator
 from flexcomm.transport.torch_distributed import nccl_is_usable
 
 if TYPE_CHECKING:
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-    from flexcomm.topology import Announcement
+    from flexcomm.topology import RankInfo
     from flexcomm.transport import Transport
 
-__all__ = ["Cable", "Cabling", "check_cable", "check_timeout", "join_mpi_job"]
+__all__ = ["GroupFactory", "TransportName", "check_timeout", "check_transport_name", "join_mpi_job"]
 
-Cable = Literal["auto", "nccl", "gloo", "mpi"]
+TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 
 
-def check_cable(kind: str) -> None:
-    """Raise unless ``kind`` names a cable that can be had on this machine."""
-    if kind not in get_args(Cable):
-        raise InvalidArgumentError(f"there is no transport {kind!r}. Choose one of {', '.join(get_args(Cable))}.")
+def check_transport_name(kind: str) -> None:
+    """Raise unless ``kind`` names a transport that this machine has."""
+    if kind not in get_args(TransportName):
+        raise InvalidArgumentError(
+            f"there is no transport {kind!r}. Choose one of {', '.join(get_args(TransportName))}."
+        )
     if kind == "nccl" and not nccl_is_usable():
         raise TransportUnavailableError(
             "nccl needs a CUDA device and a torch built with NCCL; this process sees neither or only one. Use 'auto' "
@@ -45,9 +47,9 @@ def check_timeout(timeout_s: float) -> None:
         raise InvalidArgumentError(f"timeout_s={timeout_s} is not a time to wait: pass a number of seconds above 0.")
 
 
-def join_mpi_job(announced: Announcement, *, required: bool) -> MPI.Intracomm | None:
+def join_mpi_job(rank_info: RankInfo, *, required: bool) -> MPI.Intracomm | None:
     """MPI's world, if this job has one; ``None`` where it has none and nobody ``required`` it."""
-    if announced.launcher not in MPI_LAUNCHERS and not required:
+    if rank_info.launcher not in MPI_LAUNCHERS and not required:
         return None
     try:
         comm = world_communicator()
@@ -56,9 +58,9 @@ def join_mpi_job(announced: Announcement, *, required: bool) -> MPI.Intracomm | 
             raise
         return None
     place = (comm.Get_rank(), comm.Get_size())
-    if place != (announced.rank, announced.size):
+    if place != (rank_info.rank, rank_info.size):
         raise TopologyError(
-            f"{announced.launcher} announced rank {announced.rank} of {announced.size}, but the MPI that mpi4py loaded "
+            f"{rank_info.launcher} announced rank {rank_info.rank} of {rank_info.size}, but the MPI that mpi4py loaded "
             f"({library_name()}) says rank {place[0]} of {place[1]}. They are different MPIs: start with the mpirun of "
             f"that library, or point mpi4py at the launcher's (MPI4PY_MPIABI, LD_LIBRARY_PATH)."
         )
@@ -70,13 +72,13 @@ _leases = 0
 """How many worlds use the default process group that this library started; the last one closes it."""
 
 
-def lease_torch(announced: Announcement, *, control: Transport | None, timeout_s: float) -> list[Callable[[], None]]:
+def lease_torch(rank_info: RankInfo, *, control: Transport | None, timeout_s: float) -> list[Callable[[], None]]:
     """Have torch's default process group; the result gives it back, where it is ours to give."""
     global _leases
     if dist.is_initialized() and _leases == 0:
         return []
     if not dist.is_initialized():
-        start_torch(announced, control=control, timeout_s=timeout_s)
+        start_torch(rank_info, control=control, timeout_s=timeout_s)
         _leases = 0
     _leases += 1
     return [return_torch]
@@ -90,25 +92,25 @@ def return_torch() -> None:
 
 
 @dataclass
-class Cabling:
-    """What is needed to join ranks, and how to undo what was joined: ``closers``, run last to first."""
+class GroupFactory:
+    """Makes process groups and MPI communicators; ``closers``, run last to first, destroy them."""
 
-    announced: Announcement
+    rank_info: RankInfo
     comm: MPI.Intracomm | None
     timeout_s: float
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def join_everybody(self) -> Transport:
         """All ranks through host memory. torch's default process group is started on the way, unless it is there."""
-        if self.announced.launcher == "none":
+        if self.rank_info.launcher == "none":
             return LoopbackTransport(self.timeout_s)
-        everybody = [range(self.announced.size)]
+        everybody = [range(self.rank_info.size)]
         control = self._mpi(self.comm, everybody) if self.comm is not None else None
-        self.closers += lease_torch(self.announced, control=control, timeout_s=self.timeout_s)
-        return control or self.lay("gloo", everybody)
+        self.closers += lease_torch(self.rank_info, control=control, timeout_s=self.timeout_s)
+        return control or self.make("gloo", everybody)
 
-    def lay(self, kind: Cable, groups: Sequence[Sequence[int]]) -> Transport:
-        """Join the ranks of each group in the order given; the result is the cable of this rank's group.
+    def make(self, kind: TransportName, groups: Sequence[Sequence[int]]) -> Transport:
+        """Join the ranks of each group in the order given; the result is the transport of this rank's group.
 
         All ranks of the job call it together, with the same groups: each rank is in one, and all are of one size.
         """
@@ -121,14 +123,14 @@ class Cabling:
             return host
         return PerDeviceTransport(host, self._torch("nccl", groups))
 
-    def adopt(self, group: dist.ProcessGroup, device_type: str) -> Transport:
+    def wrap(self, group: dist.ProcessGroup, device_type: str) -> Transport:
         """The ranks of a group for tensors on ``device_type`` that somebody else made and will close."""
         if dist.get_world_size(group) == 1:
             return LoopbackTransport(self.timeout_s)
         return TorchTransport(group, "nccl" if device_type == "cuda" else "gloo", self.timeout_s)
 
-    def adopt_again(self, group: dist.ProcessGroup, device_type: str) -> Transport:
-        """A second cable for the ranks of a group that somebody else made; they alone call it, and it is never closed.
+    def clone_wrapped(self, group: dist.ProcessGroup, device_type: str) -> Transport:
+        """A second transport for the ranks of a wrapped group; they alone call it, and it is never closed.
 
         That is because of [Note: group names].
         """
@@ -141,7 +143,7 @@ class Cabling:
     def join_slice(self, ranks: Sequence[int]) -> Transport:
         """``ranks`` through host memory; where they are not all there are, they alone call it."""
         if len(ranks) == dist.get_world_size():
-            return self.lay("gloo", [ranks])
+            return self.make("gloo", [ranks])
         if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
         # [Note: group names] torch names a group that only its members make by its ranks and the number of groups that
@@ -152,7 +154,7 @@ class Cabling:
     def _mpi(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]]) -> MPITransport:
         color = self._own(groups)
         meet(comm, self.timeout_s)
-        transport = MPITransport(comm.Split(color, groups[color].index(self.announced.rank)), self.timeout_s)
+        transport = MPITransport(comm.Split(color, groups[color].index(self.rank_info.rank)), self.timeout_s)
         self.closers.append(transport.close)
         return transport
 
@@ -176,11 +178,11 @@ class Cabling:
             )
         except (dist.DistError, RuntimeError) as error:
             raise TransportUnavailableError(
-                f"rank {self.announced.rank} could not join ranks {list(ranks)[:16]} over {backend} within "
+                f"rank {self.rank_info.rank} could not join ranks {list(ranks)[:16]} over {backend} within "
                 f"{self.timeout_s:g} s: {str(error).splitlines()[0]}. Let all of them come here together; for a slice "
                 f"of a mesh, they must also be in equally many process groups."
             ) from error
         return group
 
     def _own(self, groups: Sequence[Sequence[int]]) -> int:
-        return next(number for number, ranks in enumerate(groups) if self.announced.rank in ranks)
+        return next(number for number, ranks in enumerate(groups) if self.rank_info.rank in ranks)

@@ -6,9 +6,9 @@ import json
 
 import torch
 
-from flexcomm.agreement import (
+from flexcomm.bootstrap.consistency import (
     REPORT_BYTES,
-    Agreement,
+    ConsistencyCheck,
     decode_report,
     describe,
     digest_of,
@@ -63,9 +63,9 @@ def test_what_was_agreed_is_not_asked_again() -> None:
             Counting.gathers += 1
             return super().all_gather(x, out)
 
-    agreement = Agreement(Counting())
+    consistency = ConsistencyCheck(Counting())
     for _ in range(5):
-        agreement.check({"shape": (3, 4), "dtype": torch.float32})
+        consistency.check({"shape": (3, 4), "dtype": torch.float32})
     assert Counting.gathers == 1
-    agreement.check({"shape": (3, 5), "dtype": torch.float32})
+    consistency.check({"shape": (3, 5), "dtype": torch.float32})
     assert Counting.gathers == 2

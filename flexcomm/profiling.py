@@ -10,10 +10,10 @@ import torch
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["shown_as"]
+__all__ = ["profiler_range"]
 
 
-def shown_as(name: str) -> AbstractContextManager[object] | None:
+def profiler_range(name: str) -> AbstractContextManager[object] | None:
     """Return a block that torch's profiler and, on a machine with CUDA, NVTX's tools show as ``flexcomm.name``.
 
     None where nobody looks: entering and leaving a block that does nothing is not free.

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from flexcomm.bootstrap.rendezvous import (
+    FIRST_PORT,
+    PORTS,
+    find_meeting,
+    first_host,
+    meeting_from_slurm,
+    own_interfaces,
+)
 from flexcomm.errors import TransportUnavailableError
-from flexcomm.rendezvous import FIRST_PORT, PORTS, find_meeting, first_host, meeting_from_slurm, own_interfaces
-from flexcomm.topology import Announcement
+from flexcomm.topology import RankInfo
 
 
 @pytest.mark.parametrize(
@@ -26,13 +33,13 @@ def test_steps_of_one_job_meet_on_different_ports() -> None:
 
 def test_what_the_user_set_comes_first() -> None:
     environ = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4567", "SLURM_STEP_NODELIST": "gpu1"}
-    meeting = find_meeting(Announcement("slurm", 0, 2), None, environ)
+    meeting = find_meeting(RankInfo("slurm", 0, 2), None, environ)
     assert (meeting.address, meeting.port) == ("10.1.2.3", 4567)
 
 
 def test_ranks_that_cannot_meet_are_told_what_to_set() -> None:
     with pytest.raises(TransportUnavailableError, match="MASTER_ADDR and MASTER_PORT"):
-        find_meeting(Announcement("openmpi", 0, 2), None, {})
+        find_meeting(RankInfo("openmpi", 0, 2), None, {})
 
 
 def test_own_interfaces_include_the_loopback() -> None:

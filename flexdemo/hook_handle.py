@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from flexdemo.lots import Lot
     from flexdemo.slots import Slot, States
 
-__all__ = ["Attachment"]
+__all__ = ["HookHandle"]
 
 
-class Attachment:
+class HookHandle:
     """The exchange of a model's gradients, with the residuals of what was not sent.
 
     ``state_dict`` and ``load_state_dict`` make it a ``Stateful`` of torch's distributed checkpoints: save it beside the
@@ -53,16 +53,16 @@ class Attachment:
         self.step = 0
         self._axis = NodeAxis(self.world)
         self._slots: dict[str, tuple[Slot, Tensor]] = {}
-        self._detachers: list[Callable[[], object]] = []
+        self._removers: list[Callable[[], object]] = []
 
-    def detach(self) -> None:
+    def remove(self) -> None:
         """Give the model back as it was: its gradients are no longer exchanged. Doing it again does nothing."""
         self.exchange.abandon()
-        while self._detachers:
-            self._detachers.pop()()
+        while self._removers:
+            self._removers.pop()()
 
-    def on_detach(self, undo: Callable[[], object]) -> None:
-        self._detachers.append(undo)
+    def on_remove(self, undo: Callable[[], object]) -> None:
+        self._removers.append(undo)
 
     def start(self, lot: Lot, tensors: list[Tensor]) -> None:
         """Send a lot on its way."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.topology import Announcement
+    from flexcomm.topology import RankInfo
     from flexcomm.transport import Transport
 
 __all__ = ["check_torch_place", "start_torch"]
@@ -56,39 +56,39 @@ class Meeting:
     store: TCPStore | None = None
 
 
-def check_torch_place(announced: Announcement) -> None:
+def check_torch_place(rank_info: RankInfo) -> None:
     """Raise unless torch, started by somebody else, and the launcher give this process the same place."""
     place = (dist.get_rank(), dist.get_world_size())
-    if place != (announced.rank, announced.size):
+    if place != (rank_info.rank, rank_info.size):
         raise TopologyError(
-            f"torch.distributed is started with rank {place[0]} of {place[1]}, but {announced.launcher} announced rank "
-            f"{announced.rank} of {announced.size}. Start torch.distributed with the launcher's numbers, or let "
+            f"torch.distributed is started with rank {place[0]} of {place[1]}, but {rank_info.launcher} announced rank "
+            f"{rank_info.rank} of {rank_info.size}. Start torch.distributed with the launcher's numbers, or let "
             f"flexcomm.connect() start it."
         )
 
 
-def start_torch(announced: Announcement, *, control: Transport | None, timeout_s: float) -> None:
+def start_torch(rank_info: RankInfo, *, control: Transport | None, timeout_s: float) -> None:
     """Start torch's default process group over all ranks; ``control`` joins them already where there is an MPI."""
-    meeting = find_meeting(announced, control, os.environ)
+    meeting = find_meeting(rank_info, control, os.environ)
     backend = "cpu:gloo,cuda:nccl" if nccl_is_usable() else "gloo"
     timeout = timedelta(seconds=timeout_s)
     host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
     url = f"tcp://{host}:{meeting.port}"
     try:
         # torch's own rendezvous, not a plain TCPStore: it knows when torchrun's agent has opened the store already.
-        store = meeting.store or next(rendezvous(url, announced.rank, announced.size, timeout=timeout))[0]
+        store = meeting.store or next(rendezvous(url, rank_info.rank, rank_info.size, timeout=timeout))[0]
         # A store outlives a group, torchrun's even this process; what an earlier world left in it must not be found.
         store = PrefixStore(f"flexcomm/{next(_worlds)}", store)
-        dist.init_process_group(backend, store=store, rank=announced.rank, world_size=announced.size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise TransportUnavailableError(
-            f"rank {announced.rank} of {announced.size} could not meet the others at {url} "
+            f"rank {rank_info.rank} of {rank_info.size} could not meet the others at {url} "
             f"within {timeout_s:g} s: {str(error).splitlines()[0]}. Check that every rank was started, and that this "
             f"address is reachable from every node (MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME)."
         ) from error
 
 
-def find_meeting(announced: Announcement, control: Transport | None, environ: Mapping[str, str]) -> Meeting:
+def find_meeting(rank_info: RankInfo, control: Transport | None, environ: Mapping[str, str]) -> Meeting:
     if control is not None:
         return meet_over(control, environ)
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
@@ -96,7 +96,7 @@ def find_meeting(announced: Announcement, control: Transport | None, environ: Ma
     if "SLURM_STEP_NODELIST" in environ:
         return meeting_from_slurm(environ)
     raise TransportUnavailableError(
-        f"{announced.launcher} started {announced.size} ranks, but nothing tells them where to meet. Install mpi4py "
+        f"{rank_info.launcher} started {rank_info.size} ranks, but nothing tells them where to meet. Install mpi4py "
         f"(the extra [mpi]) under mpirun, or set MASTER_ADDR and MASTER_PORT to a place on rank 0's node."
     )
 

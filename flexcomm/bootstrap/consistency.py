@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from flexcomm.transport import Transport
 
-__all__ = ["Agreement"]
+__all__ = ["ConsistencyCheck"]
 
 DIGEST_BYTES = 32
 MOST_FIELDS = 1 << 16
@@ -35,7 +35,7 @@ ABSENT = "(not set)"
 Settings = dict[str, str]
 
 
-class Agreement:
+class ConsistencyCheck:
     """What the ranks of ``transport`` have agreed on so far."""
 
     def __init__(self, transport: Transport) -> None:

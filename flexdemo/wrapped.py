@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from flexcomm import InvalidArgumentError, dense
 from flexcomm.sync import BUCKET_BYTES
 from flexdemo.exchange import Terms
@@ -13,39 +15,37 @@ from flexdemo.training import NodeOptimizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.optim import Optimizer
-
     from flexcomm import Compressor, World
     from flexcomm.kernels import Average
     from flexcomm.routes import NonFinitePolicy
     from flexdemo.exchange import Received
     from flexdemo.parameters import Group
-    from flexdemo.settings import Outer, Sent
+    from flexdemo.settings import OuterOptimizer, SyncTarget
 
-__all__ = ["Exchanged"]
+__all__ = ["DistributedOptimizer"]
 
 
-class Exchanged(NodeOptimizer):
-    """Torch's own ``optimizers``, on every node, with replicas that hold the same bits after every exchange.
+class DistributedOptimizer(NodeOptimizer):
+    """One of torch's optimizers, or a list of them, on every node; replicas hold the same bits after every exchange.
 
-    ``exchange="gradients"``: ``decay * residual + gradient`` is compressed, and what all nodes sent, averaged, is the
-    gradient that every node steps on. ``exchange="steps"``: every node steps on its own gradients, and how far it went
-    in ``exchange_every`` steps is compressed and averaged, by ``outer`` if given. What is not sent waits for the next
-    time. Groups and learning rates are those of ``optimizers``, in order; schedulers want this one. Groups may differ
-    in ``compressor``, ``exchange_decay`` and ``exchange_alpha``.
+    ``sync="gradients"``: ``decay * residual + gradient`` is compressed, and what all nodes sent, averaged, is the
+    gradient that every node steps on. ``sync="steps"``: every node steps on its own gradients, and how far it went
+    in ``sync_every`` steps is compressed and averaged, by ``outer`` if given. What is not sent waits for the next
+    time. Groups and learning rates are those of the optimizers, in order; schedulers want this one. Groups may differ
+    in ``compressor``, ``residual_decay`` and ``residual_alpha``.
     """
 
     _remembers_alone = False
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         compressor: Compressor,
         world: World | None = None,
-        exchange: Sent = "gradients",
-        exchange_every: int = 1,
-        outer: Outer | None = None,
+        sync: SyncTarget = "gradients",
+        sync_every: int = 1,
+        outer: OuterOptimizer | None = None,
         decay: float = 1.0,
         alpha: float = 1.0,
         average: Average = "nodes",
@@ -54,26 +54,27 @@ class Exchanged(NodeOptimizer):
         bucket_bytes: int = BUCKET_BYTES,
         node_averaged: bool | None = None,
     ) -> None:
-        if (exchange == "steps" or exchange_every > 1) and (decay, alpha, average) != (1.0, 1.0, "nodes"):
+        if (sync == "steps" or sync_every > 1) and (decay, alpha, average) != (1.0, 1.0, "nodes"):
             raise InvalidArgumentError(
                 "decay, alpha and average are for gradients: where nodes exchange steps, nothing of them may be lost."
             )
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._inner = Inner(optimizers, [len(one.param_groups) for one in optimizers])
         super().__init__(
             [group for one in optimizers for group in one.param_groups],
             {
                 "compressor": compressor,
                 # Not by the names that torch's optimizers have for settings of theirs.
-                "exchange_decay": decay,
-                "exchange_alpha": alpha,
+                "residual_decay": decay,
+                "residual_alpha": alpha,
                 "node_averaged": node_averaged,
             },
             world,
             average=average,
             nonfinite=nonfinite,
             bucket_bytes=bucket_bytes,
-            exchange_every=exchange_every,
-            exchange=exchange,
+            sync_every=sync_every,
+            sync=sync,
             outer=outer,
             overlap=overlap,
         )
@@ -90,7 +91,7 @@ class Exchanged(NodeOptimizer):
         return saved
 
     def _terms(self, group: Group) -> Terms:
-        return Terms(group["compressor"], group["exchange_decay"], 1.0, group["exchange_alpha"])
+        return Terms(group["compressor"], group["residual_decay"], 1.0, group["residual_alpha"])
 
     def _alone_terms(self, group: Group) -> Terms:
         del group
