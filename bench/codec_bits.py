@@ -11,8 +11,8 @@ from bench.codec_errors import VALUE_NAMES
 from bench.codec_races import draw_gradient
 from bench.codec_timing import take_turns
 from flexcomm import demo
+from flexcomm.codec.wire import plan_layout
 from flexcomm.compress import ValueName
-from flexcomm.wire import plan_layout
 
 NODES = 2
 _KEPT = {64: (1, 4, 8, 16, 32), 4096: (1, 8, 32, 128, 512)}

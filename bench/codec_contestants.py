@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexcomm import Compressor, TensorSpec, demo
-from flexcomm.bucket import decode_bucket_, encode_bucket_, plan_bucket, regions_of
+from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
 from flexcomm.kernels import Average, Momentum, choose_kernels
 
 CHUNK = 64
@@ -19,7 +19,7 @@ class Ours:
     """One tensor and its momentum, kept in place, through everything a bucket does: checks, header and checksum too."""
 
     def __init__(self, shape: tuple[int, ...], compressor: Compressor, decay: float = DECAY) -> None:
-        self.plan = plan_bucket((TensorSpec("x", shape, torch.float32),), compressor)
+        self.plan = plan_buffer((TensorSpec("x", shape, torch.float32),), compressor)
         self.kernels = choose_kernels(torch.device("cpu"))
         # Filled, not zeros: fresh zeros are pages the machine has yet to find.
         self.state = torch.empty(self.plan.plans[0].state_shape).fill_(0.0)

@@ -38,7 +38,7 @@ from bench.collectives_tables import Printer, show_number, write_csv
 from bench.errors import UsageError
 from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
 from flexcomm import InvalidArgumentError, World
-from flexcomm.between import Algorithm
+from flexcomm.sync import AlgorithmOption as Algorithm
 from flexcomm.topology import read_launcher
 
 _FIGURES = frozenset({"wrong", "link_share", "effective_mb_per_s"})
@@ -57,7 +57,7 @@ CompressorOption = Annotated[
     list[str],
     typer.Option(metavar="RECIPE:NAME=VALUE,...", help="A recipe and its arguments, demo:k=32; may be repeated."),
 ]
-AlgorithmOption = Annotated[str, typer.Option(help="auto, gather, gatherv, reduce, split or dense.")]
+AlgorithmOption = Annotated[str, typer.Option(help="auto, gather, gatherv, reduce, two_phase or dense.")]
 DtypeOption = Annotated[str, typer.Option(help="What the tensors hold: fp32, bf16 or fp16.")]
 LinkOption = Annotated[
     str | None,

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from bench.collectives_arguments import DTYPES, NamedCompressor
 from flexcomm import TensorSpec, Topology, Transport, World, dense, start_sync
-from flexcomm.between import Algorithm
-from flexcomm.bucket import plan_tensor
+from flexcomm.codec import plan_tensor
 from flexcomm.kernels import Selection, TensorPlan
-from flexcomm.routes import Request, Route, plan_routes
 from flexcomm.sync import BUCKET_BYTES
+from flexcomm.sync import AlgorithmOption as Algorithm
+from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
 from flexcomm.transport import TorchTransport
 
 
@@ -65,11 +65,11 @@ class Sync:
         return self.asked.name
 
     def plan(self, spec: TensorSpec) -> Plan:
-        routes = self._routes(spec)
-        plans = [route.plans[self.world.intra.rank] for route in routes]
+        buckets = self._routes(spec)
+        plans = [bucket.buffers[self.world.intra.rank] for bucket in buckets]
         counts = [plan.count for plan in plans]
         whole = plan_tensor(spec, self.asked.compressor)
-        ways = "+".join(dict.fromkeys(route.way for route in routes))
+        ways = "+".join(dict.fromkeys(bucket.algorithm for bucket in buckets))
         if ways == "dense":
             # Everything travels, so everything must arrive, whatever the compressor would have left out.
             whole = dense().plan(spec) if whole.selection in (Selection.SHUFFLED, Selection.STRIDED) else whole
@@ -82,17 +82,17 @@ class Sync:
         times = (record.encode_s, record.intra_s, record.inter_s, record.decode_s)
         return out, Cost(record.inter_sent_bytes, record.payload_bytes, *times)
 
-    def _routes(self, spec: TensorSpec) -> tuple[Route, ...]:
-        request = Request(
+    def _routes(self, spec: TensorSpec) -> tuple[BucketPlan, ...]:
+        request = SyncSettings(
             specs=(spec,),
             compressor=self.asked.compressor,
             average="nodes",
             algorithm=self.algorithm,
             nonfinite="raise",
             bucket_bytes=BUCKET_BYTES,
-            keeps_residuals=False,
+            has_residuals=False,
         )
-        return plan_routes(request, self.world.inter.size, self.world.intra.size)
+        return plan_buckets(request, self.world.inter.size, self.world.intra.size)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ LeastOption = Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", he
 MostOption = Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Bytes of the largest.")]
 FactorOption = Annotated[float, typer.Option("-f", "--stepfactor", help="From one size to the next.")]
 CompressorOption = Annotated[str, typer.Option(metavar="RECIPE", help="As `bench collectives` takes it.")]
-AlgorithmOption = Annotated[str, typer.Option(help="auto, gather, gatherv, reduce, split or dense.")]
+AlgorithmOption = Annotated[str, typer.Option(help="auto, gather, gatherv, reduce, two_phase or dense.")]
 IterationsOption = Annotated[int, typer.Option("-n", "--iterations", help="Timed calls of each line.")]
 
 

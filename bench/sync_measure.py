@@ -14,7 +14,7 @@ from bench.step import draw_gradients
 from bench.step_models import find_model
 from bench.transport import compute_in_torch, slowest
 from flexcomm import Residuals, TensorSpec, World, demo, hierarchical_sync, start_sync, top_k
-from flexcomm.bucket import plan_bucket
+from flexcomm.codec import plan_buffer
 
 _SMALL = (16, 16)
 """1 KiB of float32."""
@@ -34,7 +34,7 @@ class Overhead(NamedTuple):
 
 def measure_overhead(world: World, rounds: int) -> Overhead:
     x, compressor, residuals = torch.randn(_SMALL), demo(32), Residuals()
-    nbytes = plan_bucket([TensorSpec("0", _SMALL, x.dtype)], compressor).nbytes
+    nbytes = plan_buffer([TensorSpec("0", _SMALL, x.dtype)], compressor).nbytes
     buffer, gathered = (torch.zeros(shape, dtype=torch.uint8) for shape in ((nbytes,), (world.inter.size, nbytes)))
     hierarchical_sync(x, compressor, world=world, residuals=residuals)
     return Overhead(
@@ -52,7 +52,7 @@ class Exposure(NamedTuple):
 
 def measure_exposure(world: World, rounds: int) -> Exposure:
     x, compressor = torch.randn(_LARGE), top_k(1 / 8)
-    nbytes = plan_bucket([TensorSpec("0", _LARGE, x.dtype)], compressor).nbytes
+    nbytes = plan_buffer([TensorSpec("0", _LARGE, x.dtype)], compressor).nbytes
     buffer, gathered = (torch.zeros(shape, dtype=torch.uint8) for shape in ((nbytes,), (world.inter.size, nbytes)))
     hierarchical_sync(x, compressor, world=world, algorithm="gather")
     wire_s = slowest(world.control, lambda: world.inter.all_gather(buffer, gathered).wait(), rounds)

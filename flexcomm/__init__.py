@@ -36,8 +36,7 @@ from flexcomm.errors import (
 from flexcomm.gossip.compressed import MixResiduals
 from flexcomm.gossip.mixing import MixHandle, MixResult, mix, start_mix
 from flexcomm.gossip.push_sum import PushSum
-from flexcomm.residuals import Residuals
-from flexcomm.sync import SyncHandle, hierarchical_sync, start_exchange, start_sync
+from flexcomm.sync import Residuals, SyncHandle, hierarchical_sync, start_exchange, start_sync
 from flexcomm.topology import Topology
 from flexcomm.transport import Handle, Transport
 from flexcomm.version import __version__

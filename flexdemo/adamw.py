@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from flexcomm import Compressor, World
     from flexcomm.kernels import Average
-    from flexcomm.routes import NonFinitePolicy
+    from flexcomm.sync import NonFinitePolicy
     from flexdemo.settings import OuterOptimizer, SyncTarget
 
 __all__ = ["FlexDeMoAdamW"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from flexcomm import Compressor, World
     from flexcomm.kernels import Average
-    from flexcomm.routes import NonFinitePolicy
+    from flexcomm.sync import NonFinitePolicy
 
 __all__ = ["CompressionState", "attach_to_ddp", "compression_hook"]
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from flexcomm import FlexcommError, Residuals, SyncError, TransportError, start_exchange, start_sync
-from flexcomm.sync import plan_residuals
+from flexcomm.sync import plan_sync, shards_held
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm import Compressor, SyncHandle, World
-    from flexcomm.pieces import Piece
-    from flexcomm.routes import NonFinitePolicy
-    from flexcomm.sync import SyncOptions
+    from flexcomm.sync import NonFinitePolicy, TensorShard
     from flexdemo.lots import Lot
 
 __all__ = ["Exchange", "Received", "Terms"]
@@ -51,7 +49,7 @@ class Exchange:
     ``residuals[group]`` are kept by the number of the parameter group; none at all if nothing is remembered.
     """
 
-    def __init__(self, world: World, options: SyncOptions, *, remembers: bool) -> None:
+    def __init__(self, world: World, options: dict[str, Any], *, remembers: bool) -> None:
         self.world = world
         self.residuals: dict[int, Residuals] = {}
         self.nonfinite: NonFinitePolicy = options.get("nonfinite", "raise")
@@ -65,10 +63,17 @@ class Exchange:
     def residuals_of(self, lot: Lot) -> Residuals | None:
         return self.residuals.setdefault(lot.group, Residuals()) if self._remembers else None
 
-    def pieces_of(self, lot: Lot, tensors: list[Tensor], terms: Terms) -> list[Piece | None]:
+    def pieces_of(self, lot: Lot, tensors: list[Tensor], terms: Terms) -> list[TensorShard | None]:
         """Return which piece of each tensor this rank remembers what was not sent of."""
         options = self._options_for(lot)
-        return plan_residuals(tensors, terms.compressor, inside=not lot.averaged, **options)
+        plan = plan_sync(
+            tensors,
+            terms.compressor,
+            all_ranks=not lot.averaged,
+            has_residuals=options.pop("residuals") is not None,
+            **options,
+        )
+        return shards_held(plan)
 
     def start(self, lot: Lot, tensors: list[Tensor], terms: Terms, step: int) -> None:
         """Send what the terms say of a lot's tensors on their way."""
@@ -125,7 +130,7 @@ class Exchange:
         """Give back the memory of averages, when lots are no longer what they were."""
         self._outputs.clear()
 
-    def _options_for(self, lot: Lot) -> SyncOptions:
+    def _options_for(self, lot: Lot) -> dict[str, Any]:
         return {
             **self._options,
             "world": self.world,
@@ -163,4 +168,4 @@ def _wait(handle: SyncHandle[list[Tensor]]) -> FlexcommError | None:
 
 def _undo(started: list[_Started]) -> None:
     for one in started:
-        one.handle.undo()
+        one.handle.rollback()

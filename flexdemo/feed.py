@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm import World
-    from flexcomm.sync import SyncOptions
     from flexdemo.exchange import Received, Terms
     from flexdemo.lots import Lot
     from flexdemo.parameters import Group
@@ -38,7 +37,7 @@ class Feed:
         groups: list[Group],
         world: World,
         terms: Callable[[Group], Terms],
-        options: SyncOptions,
+        options: dict[str, Any],
         *,
         bucket_bytes: int,
         remembers: bool = True,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from flexcomm import Compressor, World
     from flexcomm.kernels import Average
-    from flexcomm.routes import NonFinitePolicy
+    from flexcomm.sync import NonFinitePolicy
     from flexdemo.checkpoint import OtherNodes
     from flexdemo.lots import Lot
     from flexdemo.slots import Slot, States

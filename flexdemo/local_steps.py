@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from flexcomm import World
-    from flexcomm.sync import SyncOptions
     from flexdemo.exchange import Received
     from flexdemo.lots import Lot
     from flexdemo.parameters import Group
@@ -37,7 +36,7 @@ class LocalSteps:
         world: World,
         every: int,
         outer: OuterOptimizer | None,
-        options: SyncOptions,
+        options: dict[str, Any],
         bucket_bytes: int,
     ) -> None:
         self.every = every

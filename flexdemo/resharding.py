@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
 
 from flexcomm import InvalidArgumentError, TensorSpec
-from flexcomm.bucket import plan_tensor
+from flexcomm.codec import plan_tensor
 from flexcomm.kernels import Momentum
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexcomm.pieces import cut
+from flexcomm.sync import shard_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ class Whole(NamedTuple):
 
     def _parts(self, ranks: int) -> list[_Part | None]:
         if self.dim is None:
-            pieces = cut(self.spec, plan_tensor(self.spec, self.compressor), ranks)
+            pieces = shard_tensor(self.spec, plan_tensor(self.spec, self.compressor), ranks)
             return [None if piece is None else _Part(piece.plan, piece.first, piece.last) for piece in pieces]
         return [self._shard(ranks, rank) for rank in range(ranks)]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm import Residuals, World
-    from flexcomm.pieces import Piece
+    from flexcomm.sync import TensorShard
     from flexdemo.checkpoint import NodeAxis, OtherNodes, Rows
     from flexdemo.exchange import Exchange, Terms
     from flexdemo.lots import Lot
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
     """Where a residual is kept, and the length of the longest on this node; without a piece, this rank has none."""
 
     residuals: Residuals
-    piece: Piece | None
+    piece: TensorShard | None
     length: int
     whole: Whole | None
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from flexcomm import World
     from flexcomm.kernels import Average
-    from flexcomm.routes import NonFinitePolicy
+    from flexcomm.sync import NonFinitePolicy
     from flexdemo.checkpoint import OtherNodes
     from flexdemo.exchange import Received, Terms
     from flexdemo.parameters import Group

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from flexcomm import Compressor, World
     from flexcomm.kernels import Average
-    from flexcomm.routes import NonFinitePolicy
+    from flexcomm.sync import NonFinitePolicy
     from flexdemo.exchange import Received
     from flexdemo.parameters import Group
     from flexdemo.settings import OuterOptimizer, SyncTarget

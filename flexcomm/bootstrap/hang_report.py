@@ -57,7 +57,7 @@ def ask_all_ranks(world: World, sequence: int) -> list[int | None]:
     for rank in range(control.size):
         if rank != control.rank:
             try:
-                asked[rank] = control.exchange([(rank, mine)], [(rank, answers[rank])])
+                asked[rank] = control.send_recv([(rank, mine)], [(rank, answers[rank])])
             except TransportError:
                 continue
     heard = {control.rank: sequence}

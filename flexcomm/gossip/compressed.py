@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flexcomm.bucket import Incoming, Outgoing, decode_payloads_, regions_of
+from flexcomm.codec import Decoder, Encoder, regions_of
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import CompressorError, InvalidArgumentError, NonFiniteError
 from flexcomm.gossip.letters import swap
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.bucket import BucketPlan
+    from flexcomm.codec import BufferPlan
     from flexcomm.compress import Compressor
     from flexcomm.gossip.turn import Turn
     from flexcomm.kernels import TensorPlan
@@ -157,7 +157,7 @@ def spelled_out(turn: Turn, node: int) -> Turn:
     return type(turn)(others, others, turn.keep + weight, (weight,) * len(others))
 
 
-def cross_compressed(trip: Trip, plan: BucketPlan, memory: MixResiduals, x: Tensor) -> Joined:
+def cross_compressed(trip: Trip, plan: BufferPlan, memory: MixResiduals, x: Tensor) -> Joined:
     """Exchange what changed of ``x``, and write what is known afterwards beside what is known now."""
     turn, own = trip.turn, trip.line.weight
     known, after = memory.lend(x.numel(), x.device)
@@ -181,30 +181,29 @@ def cross_compressed(trip: Trip, plan: BucketPlan, memory: MixResiduals, x: Tens
     return Joined(own / push_weight, [step], [trip.gamma / push_weight], push_weight)
 
 
-def _encoded(trip: Trip, plan: BucketPlan, change: Tensor) -> Tensor:
-    """Return the payload; one that says that nothing is fit to be sent, if so: then all who hear it raise."""
-    outgoing = Outgoing(plan, trip.rooms.get("payload", plan.nbytes, torch.uint8), trip.kernels)
+def _encoded(trip: Trip, plan: BufferPlan, change: Tensor) -> Tensor:
+    """Return the payload; where ``change`` is nonfinite it is marked so, and all who receive it raise."""
+    encoder = Encoder(plan, trip.rooms.get("payload", plan.nbytes, torch.uint8), trip.kernels)
     numbers = {"step": trip.line.step, "sequence": trip.line.sequence}
     with trip.record.time("encode"):
         try:
-            outgoing.encode_(_cut(change, plan), [Momentum()] * len(plan.specs), **numbers)
+            encoder.encode_(_cut(change, plan), [Momentum()] * len(plan.specs), **numbers)
         except NonFiniteError:
-            outgoing.flag_(**numbers)
-    return outgoing.buffer
+            encoder.mark_nonfinite_(**numbers)
+    return encoder.buffer
 
 
-def _decode(trip: Trip, plan: BucketPlan, payload: Tensor, sender: int, out: Tensor) -> None:
-    incoming = Incoming(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), trip.kernels)
-    opened = incoming.open(step=trip.line.step, sequence=trip.line.sequence)
-    if opened.flagged:
+def _decode(trip: Trip, plan: BufferPlan, payload: Tensor, sender: int, out: Tensor) -> None:
+    decoder = Decoder(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), trip.kernels)
+    if decoder.verify(step=trip.line.step, sequence=trip.line.sequence):
         raise NonFiniteError(
             f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed here. End "
             f"the run, and lower the learning rate, or clip."
         )
-    decode_payloads_(plan, opened, _cut(out, plan), step=trip.line.step, average="nodes")
+    decoder.decode_(_cut(out, plan), step=trip.line.step, average="nodes")
 
 
-def _cut(flat: Tensor, plan: BucketPlan) -> list[Tensor]:
+def _cut(flat: Tensor, plan: BufferPlan) -> list[Tensor]:
     """Return the plan's tensors, which lie one behind the other."""
     parts = torch.split(flat, [math.prod(spec.shape) for spec in plan.specs])
     return [part.view(spec.shape) for part, spec in zip(parts, plan.specs, strict=True)]

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from flexcomm.bucket import plan_bucket
+from flexcomm.codec import plan_buffer
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError
 from flexcomm.gossip.carrier import carrier_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.bucket import BucketPlan
+    from flexcomm.codec import BufferPlan
     from flexcomm.compress import Compressor
     from flexcomm.gossip.compressed import MixResiduals
     from flexcomm.gossip.push_sum import PushSum
@@ -69,7 +69,7 @@ class Kind:
     gamma: float
     digest: int
     kernels: Kernels
-    plan: BucketPlan | None
+    plan: BufferPlan | None
     free: list[Rooms] = field(default_factory=list)
 
     def take_rooms(self) -> Rooms:
@@ -180,11 +180,11 @@ def _check_memory(schedule: ScheduleLike, compressor: Compressor | None, memory:
         )
 
 
-def _plan_for(tensors: list[Tensor], part_numel: int | None, compressor: Compressor | None) -> BucketPlan | None:
+def _plan_for(tensors: list[Tensor], part_numel: int | None, compressor: Compressor | None) -> BufferPlan | None:
     """Return how changes are compressed: tensor by tensor or, if ranks of a node share the work, a flat part."""
     if compressor is None:
         return None
     if part_numel is not None:
-        return plan_bucket([TensorSpec("part", (part_numel,), torch.float32)], compressor)
+        return plan_buffer([TensorSpec("part", (part_numel,), torch.float32)], compressor)
     specs = [TensorSpec(str(number), tuple(x.shape), torch.float32) for number, x in enumerate(tensors)]
-    return plan_bucket(specs, compressor)
+    return plan_buffer(specs, compressor)

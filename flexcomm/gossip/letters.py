@@ -75,7 +75,7 @@ def swap(
     mine = line.written(device)
     lines = [torch.empty_like(mine) for _ in heard]
     senders = [peer for peer, _ in heard]
-    inter.exchange([(peer, mine) for peer, _ in sent], list(zip(senders, lines, strict=True))).wait()
+    inter.send_recv([(peer, mine) for peer, _ in sent], list(zip(senders, lines, strict=True))).wait()
     weights = [line.check(first.tolist(), peer) for peer, first in zip(senders, lines, strict=True)]
-    inter.exchange(sent, heard).wait()
+    inter.send_recv(sent, heard).wait()
     return Heard([body for _, body in heard], weights)

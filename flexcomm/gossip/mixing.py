@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, Unpack, cast
 import torch
 from torch import Tensor
 
-from flexcomm.bucket import check_numbers
+from flexcomm.codec import check_numbers
 from flexcomm.errors import InvalidTensorError
 from flexcomm.gossip.carrier import carrier_of
 from flexcomm.gossip.compressed import cross_compressed, spelled_out

@@ -13,7 +13,7 @@ import torch
 
 from flexcomm.errors import FlexcommError, SyncError, TransportError
 from flexcomm.gossip.letters import LINE_NBYTES, Line, swap
-from flexcomm.routes import sum_dtype
+from flexcomm.sync.plan import sum_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ class Trip:
         sums = dict(zip(group, torch.tensor_split(total, len(group)), strict=True))
         self.kernels.mix_(first, shares[0], rest, shares[1:], sums[group[mine]])
         self.count(len(others), len(others), own.nbytes)
-        self.inter.exchange(
+        self.inter.send_recv(
             [(peer, sums[group[mine]]) for peer in others], [(peer, sums[peer]) for peer in others]
         ).wait()
         return self._joined([total], [1.0], self.push_weight(self.turn.keep, [1.0], [sum(shares)]))

@@ -1,6 +1,6 @@
 """What kernels are told: the mathematics of one tensor (``TensorPlan``) and where its sections are (``Layout``).
 
-Both are plain numbers. ``flexcomm.compress`` makes the first, ``flexcomm.wire`` the second; kernels know neither.
+Both are plain numbers. ``flexcomm.compress`` makes the first, ``flexcomm.codec.wire`` the second; kernels know neither.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from flexcomm.codec.wire import plan_layout
 from flexcomm.kernels import Draw, IndexCode, Layout, Momentum, Selection, TensorPlan, ValueCode
-from flexcomm.wire import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

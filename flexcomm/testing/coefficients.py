@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flexcomm.codec.wire import plan_layout
 from flexcomm.kernels import NO_DRAW, Momentum, Payload, Selection, Survey, ValueCode
-from flexcomm.wire import plan_layout
 
 if TYPE_CHECKING:
     from torch import Tensor

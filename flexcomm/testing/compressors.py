@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from flexcomm.bucket import BucketPlan, decode_bucket_, encode_bucket_, is_dense, plan_bucket, regions_of
+from flexcomm.codec import BufferPlan, decode_bucket_, encode_bucket_, is_dense, plan_buffer, regions_of
+from flexcomm.codec.wire import ALIGNMENT, HEADER_NBYTES
 from flexcomm.compress import TensorSpec, dense, draw_for
 from flexcomm.kernels import (
     Average,
@@ -22,7 +23,6 @@ from flexcomm.kernels import (
 )
 from flexcomm.testing.cases import DTYPES, numbers, with_gaps
 from flexcomm.testing.coefficients import coefficients_of, elements_of, encode, sent_coefficients
-from flexcomm.wire import ALIGNMENT, HEADER_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,7 +111,7 @@ def nothing_grows(compressor: Compressor, kernels: Kernels, device: str) -> None
     """
     del kernels, device
     for spec in (*SPECS, TensorSpec("long", (3, 12347), torch.bfloat16)):
-        bucket, asked, native = plan_bucket((spec,), compressor), compressor.plan(spec), dense().plan(spec)
+        bucket, asked, native = plan_buffer((spec,), compressor), compressor.plan(spec), dense().plan(spec)
         whole = asked if is_dense(asked) else native
         most = HEADER_NBYTES + (math.prod(spec.shape) + whole.chunks) * whole.values.bits // 8 + ALIGNMENT
         require(
@@ -185,7 +185,7 @@ def sending_everything_gives_the_mean(compressor: Compressor, kernels: Kernels, 
     asked, and int8 to half a level of a chunk's largest coefficient, which is no larger than the chunk's norm.
     """
     for spec in SPECS:
-        plan = plan_bucket((spec,), compressor).plans[0]
+        plan = plan_buffer((spec,), compressor).plans[0]
         if plan.is_variable or plan.keep != plan.chunk_numel or plan.values in _SIGNS:
             continue
         rows = [[numbers("ties", spec.shape, node).mul(4).to(device, spec.dtype)] for node, _ in enumerate(NODES)]
@@ -240,7 +240,7 @@ def exchange(
     average: Average = "nodes",
 ) -> list[Tensor]:
     """Return what every node decodes in the last step, each of which sends what the one before left behind too."""
-    plan = plan_bucket(specs, compressor)
+    plan = plan_buffer(specs, compressor)
     outs = [torch.empty_like(x) for x in tensors[0]]
     states = [
         [torch.zeros(one.state_shape, device=x.device) for one, x in zip(plan.plans, row, strict=True)]
@@ -255,7 +255,7 @@ def exchange(
     return outs
 
 
-def send(plan: BucketPlan, kernels: Kernels, tensors: Sequence[Tensor], states: Sequence[Tensor], step: int) -> Tensor:
+def send(plan: BufferPlan, kernels: Kernels, tensors: Sequence[Tensor], states: Sequence[Tensor], step: int) -> Tensor:
     buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=tensors[0].device)
     momenta = [Momentum(state, state) for state in states]
     nbytes = encode_bucket_(plan, tensors, buffer, step=step, sequence=step, kernels=kernels, momenta=momenta)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.bucket import plan_tensor
+from flexcomm.codec import plan_tensor
 from flexcomm.compress import TensorSpec
 from flexcomm.kernels import Selection, ValueCode
 from flexcomm.kernels.reference.transform import restore
-from flexcomm.pieces import cut
-from flexcomm.routes import Request, Route, plan_routes
+from flexcomm.sync import shard_tensor
+from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
 from flexcomm.testing.cases import numbers, with_gaps
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm.compress import Compressor
-    from flexcomm.residuals import Residuals
+    from flexcomm.sync import Residuals
     from flexcomm.world import World
 
 __all__ = [
@@ -33,6 +33,8 @@ __all__ = [
     "SPECS",
     "STEPS",
     "SUMMED",
+    "algorithms_of",
+    "buckets_of",
     "digest_of",
     "kept_of",
     "make",
@@ -44,9 +46,7 @@ __all__ = [
     "require_same_everywhere",
     "require_states",
     "rounding",
-    "routes_of",
     "tensors",
-    "ways_of",
     "written_exactly_to",
 ]
 
@@ -99,16 +99,16 @@ def mean_norm(world: World, spec: TensorSpec, steps: int) -> float:
     return sum(float(_rows(spec, ranks, step).view(ranks, -1).norm(dim=1).mean()) for step in range(steps))
 
 
-def routes_of(world: World, compressor: Compressor, bucket_bytes: int) -> tuple[Route, ...]:
+def buckets_of(world: World, compressor: Compressor, bucket_bytes: int) -> tuple[BucketPlan, ...]:
     """Return the way of each bucket of a call with the tensors of this module."""
-    request = Request(SPECS, compressor, "nodes", "auto", "raise", bucket_bytes, keeps_residuals=True)
-    return plan_routes(request, world.inter.size, world.intra.size)
+    request = SyncSettings(SPECS, compressor, "nodes", "auto", "raise", bucket_bytes, has_residuals=True)
+    return plan_buckets(request, world.inter.size, world.intra.size)
 
 
-def ways_of(world: World, compressor: Compressor, bucket_bytes: int) -> dict[str, str]:
+def algorithms_of(world: World, compressor: Compressor, bucket_bytes: int) -> dict[str, str]:
     """Return the way of each tensor, by its name."""
-    routes = routes_of(world, compressor, bucket_bytes)
-    return {NAMES[number]: route.way for route in routes for number in route.tensors}
+    buckets = buckets_of(world, compressor, bucket_bytes)
+    return {NAMES[number]: bucket.algorithm for bucket in buckets for number in bucket.tensors}
 
 
 def rounding(world: World, spec: TensorSpec, compressor: Compressor, way: str) -> float:
@@ -135,7 +135,7 @@ def written_exactly_to(spec: TensorSpec, compressor: Compressor) -> float | None
 def kept_of(world: World, residuals: Residuals, spec: TensorSpec, compressor: Compressor) -> Tensor:
     """Return what residuals keep of a tensor, brought back to elements, as the mean over nodes."""
     late = torch.zeros(spec.shape).double()
-    piece = cut(spec, plan_tensor(spec, compressor), world.intra.size)[world.intra.rank]
+    piece = shard_tensor(spec, plan_tensor(spec, compressor), world.intra.size)[world.intra.rank]
     if piece is not None:
         late.view(-1)[piece.first : piece.last] = restore(residuals[piece.spec.name].cpu(), piece.plan).reshape(-1)
     return world.control.all_reduce(late).wait() / world.inter.size

@@ -153,12 +153,12 @@ class PacedTransport:
         is_root = self.rank == root
         return self._carry("broadcast", handle, x.nbytes if is_root else 0, 0 if is_root else x.nbytes)
 
-    def exchange(
+    def send_recv(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Operation[tuple[Tensor, ...]]:
-        handle = self._transport.exchange(sends, receives)
+        handle = self._transport.send_recv(sends, receives)
         sent, received = (sum(x.nbytes for peer, x in some if peer != self.rank) for some in (sends, receives))
-        return self._carry("exchange", handle, sent, received)
+        return self._carry("send_recv", handle, sent, received)
 
     def barrier(self) -> Operation[None]:
         return self._carry("barrier", self._transport.barrier(), 0, 0)

@@ -7,11 +7,10 @@ ranks may then wait for that one, until their deadline.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from flexcomm.between import Algorithm
 from flexcomm.compress import TensorSpec, demo, dense, top_k
 from flexcomm.errors import (
     ConfigMismatchError,
@@ -20,13 +19,14 @@ from flexcomm.errors import (
     InvalidTensorError,
     NonFiniteError,
 )
-from flexcomm.residuals import Residuals
-from flexcomm.sync import BUCKET_BYTES, SyncOptions, hierarchical_sync, start_exchange, start_sync
+from flexcomm.sync import BUCKET_BYTES, AlgorithmOption, Residuals, hierarchical_sync, start_exchange, start_sync
 from flexcomm.testing.expected import (
     NAMES,
     SPECS,
     STEPS,
     SUMMED,
+    algorithms_of,
+    buckets_of,
     digest_of,
     kept_of,
     make,
@@ -38,9 +38,7 @@ from flexcomm.testing.expected import (
     require_same_everywhere,
     require_states,
     rounding,
-    routes_of,
     tensors,
-    ways_of,
     written_exactly_to,
 )
 
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 
     from flexcomm.compress import Compressor
     from flexcomm.kernels import Average
-    from flexcomm.routes import NonFinitePolicy
+    from flexcomm.sync import NonFinitePolicy
     from flexcomm.world import World
 
 __all__ = ["CALL_LAWS", "SYNC_LAWS", "check_sync"]
@@ -79,7 +77,7 @@ def replicas_hold_the_same_bits(world: World, compressor: Compressor) -> None:
 
 def nothing_is_lost_only_late(world: World, compressor: Compressor) -> None:
     """What all ranks passed is what came out, and what residuals keep; to rounding, over all steps."""
-    residuals, ways = Residuals(), ways_of(world, compressor, BUCKET_BYTES)
+    residuals, ways = Residuals(), algorithms_of(world, compressor, BUCKET_BYTES)
     given, came = ([torch.zeros(spec.shape).double() for spec in SPECS] for _ in range(2))
     for step in range(STEPS):
         xs = tensors(world, step)
@@ -96,7 +94,7 @@ def nothing_is_lost_only_late(world: World, compressor: Compressor) -> None:
 
 def everything_sent_is_the_mean(world: World, compressor: Compressor) -> None:
     """Asked of the dense algorithm, and of compressors that leave nothing out and write numbers, not signs."""
-    xs, expected, ways = tensors(world, 0), means(world, 0), ways_of(world, compressor, BUCKET_BYTES)
+    xs, expected, ways = tensors(world, 0), means(world, 0), algorithms_of(world, compressor, BUCKET_BYTES)
     whole = hierarchical_sync(xs, compressor, world=world, names=NAMES, step=0, algorithm="dense")
     outs = hierarchical_sync(xs, compressor, world=world, names=NAMES, step=0)
     for spec, got, out, mean in zip(SPECS, whole, outs, expected, strict=True):
@@ -110,7 +108,7 @@ def everything_sent_is_the_mean(world: World, compressor: Compressor) -> None:
 
 def bucketing_is_invisible(world: World, compressor: Compressor) -> None:
     """Where more than two are summed under way, to the rounding of sums: in which order is the cable's own affair."""
-    ways = ways_of(world, compressor, BUCKET_BYTES)
+    ways = algorithms_of(world, compressor, BUCKET_BYTES)
     first, *others = (_after_some_steps(world, compressor, nbytes) for nbytes in (BUCKET_BYTES, 10_000, 1))
     for other in others:
         for spec, got, expected in zip(SPECS, other, first, strict=True):
@@ -123,7 +121,7 @@ def bucketing_is_invisible(world: World, compressor: Compressor) -> None:
 
 
 def _after_some_steps(world: World, compressor: Compressor, nbytes: int) -> list[Tensor]:
-    options: SyncOptions = {"world": world, "residuals": Residuals(), "names": NAMES, "bucket_bytes": nbytes}
+    options: dict[str, Any] = {"world": world, "residuals": Residuals(), "names": NAMES, "bucket_bytes": nbytes}
     outs = [hierarchical_sync(tensors(world, step), compressor, **(options | {"step": step})) for step in range(STEPS)]
     return outs[-1]
 
@@ -131,15 +129,15 @@ def _after_some_steps(world: World, compressor: Compressor, nbytes: int) -> list
 def a_bucket_takes_one_collective_between_nodes(world: World, compressor: Compressor) -> None:
     """Two, if lengths depend on the data, or if nodes average shares for each other."""
     for nbytes in (1, 10_000, BUCKET_BYTES):
-        routes = routes_of(world, compressor, nbytes)
-        expected = sum(1 if route.way in _ONE_COLLECTIVE else 2 for route in routes)
+        buckets = buckets_of(world, compressor, nbytes)
+        expected = sum(1 if bucket.algorithm in _ONE_COLLECTIVE else 2 for bucket in buckets)
         xs, before = tensors(world, 0), world.stats()
         handle = start_sync(xs, compressor, world=world, names=NAMES, step=0, bucket_bytes=nbytes)
         handle.wait()
         after = world.stats()
         for name, count in (("inter_collectives", expected), ("syncs", 1), ("skipped", 0)):
             counted = after[name] - before[name]
-            require(world, counted == count, f"{len(routes)} buckets make {count} {name}, but there were {counted:g}")
+            require(world, counted == count, f"{len(buckets)} buckets make {count} {name}, but there were {counted:g}")
         dense_bytes = world.intra.all_reduce(torch.tensor([handle.record.dense_bytes], device=world.device)).wait()
         require(world, int(dense_bytes) == sum(x.nbytes for x in xs), "the records of a node count the tensors once")
 
@@ -148,7 +146,7 @@ def every_algorithm_agrees(world: World, compressor: Compressor) -> None:
     """Those that send the same agree to the bit; to rounding, where values are summed under way."""
     xs, kept = tensors(world, 0), tensors(world, 0)
     by_way: dict[str, list[Tensor]] = {}
-    for algorithm in get_args(Algorithm):
+    for algorithm in get_args(AlgorithmOption):
         try:
             outs = hierarchical_sync(xs, compressor, world=world, names=NAMES, step=0, algorithm=algorithm)
         except InvalidArgumentError:
@@ -158,7 +156,7 @@ def every_algorithm_agrees(world: World, compressor: Compressor) -> None:
             require_equal(world, x, made, f"{algorithm} leaves the input {spec} as it was")
         by_way[algorithm] = outs
     require(world, {"auto", "dense", "gatherv"} <= set(by_way), "auto, dense and gatherv carry any compressor")
-    for way in {"gather", "split", "reduce"} & set(by_way):
+    for way in {"gather", "two_phase", "reduce"} & set(by_way):
         for spec, got, expected in zip(SPECS, by_way[way], by_way["gatherv"], strict=True):
             law = f"{spec}: {way} gives what gatherv gives"
             if way in SUMMED:
@@ -172,7 +170,7 @@ def every_algorithm_agrees(world: World, compressor: Compressor) -> None:
 def handles_give_what_blocking_calls_give(world: World, compressor: Compressor) -> None:
     """Even ranks wait for the first one first, odd ranks for the last."""
 
-    def options(step: int) -> SyncOptions:
+    def options(step: int) -> dict[str, Any]:
         return {"world": world, "residuals": Residuals(), "names": NAMES, "step": step}
 
     blocking = [hierarchical_sync(tensors(world, step), compressor, **options(step)) for step in range(STEPS)]
@@ -190,7 +188,7 @@ def averages_go_where_out_says(world: World, compressor: Compressor) -> None:
     """Twice into the same tensors, which hold something before."""
     outs = [torch.full(spec.shape, torch.nan, dtype=spec.dtype, device=world.device) for spec in SPECS]
     for step in range(2):
-        options: SyncOptions = {"world": world, "names": NAMES, "step": step}
+        options: dict[str, Any] = {"world": world, "names": NAMES, "step": step}
         xs, untouched = tensors(world, step), tensors(world, step)
         expected = hierarchical_sync(xs, compressor, **options)
         returned = start_sync(xs, compressor, **(options | {"out": outs})).wait()
@@ -229,7 +227,7 @@ def a_nan_is_everybodys_affair(world: World, compressor: Compressor) -> None:
     residuals, twin = Residuals(), Residuals()
 
     def sync(xs: list[Tensor], nonfinite: NonFinitePolicy, memory: Residuals, step: int = 1) -> list[Tensor]:
-        options: SyncOptions = {"residuals": memory, "names": NAMES, "step": step, "nonfinite": nonfinite}
+        options: dict[str, Any] = {"residuals": memory, "names": NAMES, "step": step, "nonfinite": nonfinite}
         return hierarchical_sync(xs, compressor, **(options | {"world": world}))
 
     sync(tensors(world, 0), "raise", residuals, step=0)
@@ -279,12 +277,12 @@ def another_step_is_found_by_all(world: World, compressor: Compressor) -> None:
         return
     alone = world.topology.rank == world.topology.size - 1
     # Dense sums carry no headers, and tell by other means.
-    cases: list[SyncOptions] = [{"bucket_bytes": 10_000}, {"bucket_bytes": BUCKET_BYTES}, {"algorithm": "dense"}]
+    cases: list[dict[str, Any]] = [{"bucket_bytes": 10_000}, {"bucket_bytes": BUCKET_BYTES}, {"algorithm": "dense"}]
     for case in cases:
         residuals = Residuals()
-        options: SyncOptions = {"world": world, "names": NAMES, "residuals": residuals, **case}
+        options: dict[str, Any] = {"world": world, "names": NAMES, "residuals": residuals, **case}
 
-        def sync(step: int, options: SyncOptions = options) -> list[Tensor]:
+        def sync(step: int, options: dict[str, Any] = options) -> list[Tensor]:
             return hierarchical_sync(tensors(world, 0), compressor, **(options | {"step": step}))
 
         sync(0)
@@ -303,7 +301,7 @@ def contributors_alone_can_be_averaged(world: World) -> None:
     alone = torch.zeros(1024)
     alone[:nodes] = torch.arange(nodes) + 1.0
     compressor = top_k(1 / 1024, values="fp32")
-    algorithms: tuple[Algorithm, ...] = ("gather", "gatherv", "split")
+    algorithms: tuple[AlgorithmOption, ...] = ("gather", "gatherv", "two_phase")
     for algorithm in algorithms:
         averages: dict[Average, Tensor] = {"contributors": alone, "nodes": alone / nodes}
         for average, expected in averages.items():
@@ -326,7 +324,7 @@ def calls_in_another_order_are_found_by_all(world: World) -> None:
 def names_are_told_apart(world: World) -> None:
     """Residuals in use are refused to a second call, and several tensors of one name to any."""
     x, residuals = torch.ones(100, device=world.device), Residuals()
-    options: SyncOptions = {"world": world, "residuals": residuals, "step": 0}
+    options: dict[str, Any] = {"world": world, "residuals": residuals, "step": 0}
     handle = start_sync(x, top_k(0.1), **options)
     raised = error_of(lambda: start_sync(x, top_k(0.1), **options))
     handle.wait()
@@ -339,7 +337,7 @@ def names_are_told_apart(world: World) -> None:
 def residuals_that_do_not_fit_are_everybodys_affair(world: World) -> None:
     """Also of ranks that keep no part of them; and the calls after that work."""
     x, residuals = torch.ones(3, 70, device=world.device), Residuals()
-    options: SyncOptions = {"world": world, "residuals": residuals, "step": 0}
+    options: dict[str, Any] = {"world": world, "residuals": residuals, "step": 0}
     hierarchical_sync(x, demo(k=2, chunk=64), **options)
     before = {name: state.clone() for name, state in residuals.state_dict().items()}
     raised = error_of(lambda: hierarchical_sync(x, demo(k=2, chunk=32), **options))

@@ -111,7 +111,7 @@ def broadcast_holds_the_roots_tensor(transport: Transport, device: str) -> None:
             require_equal(transport, x, make(root), f"broadcast of {describe(x)} from rank {root}")
 
 
-def exchange_carries_messages_in_order(transport: Transport, device: str) -> None:
+def send_recv_carries_messages_in_order(transport: Transport, device: str) -> None:
     """Two messages to the right, one to oneself, an empty one to the left; sizes differ from rank to rank."""
     right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
 
@@ -127,19 +127,19 @@ def exchange_carries_messages_in_order(transport: Transport, device: str) -> Non
     if transport.size > 1:
         sends.append((transport.rank, message(transport.rank, 2)))
         receives.append((transport.rank, blank(transport.rank)))
-    received = transport.exchange(sends, receives).wait()
+    received = transport.send_recv(sends, receives).wait()
     for got, (peer, place), number in zip(received, receives, (0, 1, None, 2), strict=False):
         require(transport, got is place, "exchange fills the tensors it was given")
         if number is not None:
             require_equal(transport, got, message(peer, number), f"message {number} from rank {peer}")
 
 
-def exchange_may_be_one_sided_or_empty(transport: Transport, device: str) -> None:
+def send_recv_may_be_one_sided_or_empty(transport: Transport, device: str) -> None:
     last = transport.size - 1
     x = torch.full((5,), 7, dtype=torch.int16, device=device)
     sends = [(last, x)] if transport.rank == 0 else []
     receives = [(0, torch.zeros_like(x))] if transport.rank == last else []
-    for got in transport.exchange(sends, receives).wait():
+    for got in transport.send_recv(sends, receives).wait():
         require_equal(transport, got, x, "a one-sided message")
 
 
@@ -198,11 +198,11 @@ def what_cannot_be_carried_is_refused_before_anything_starts(transport: Transpor
         lambda: transport.all_reduce(x.to(torch.int16)),
         lambda: transport.reduce_scatter(torch.ones(transport.size + 1, 2, device=device)),
         lambda: transport.broadcast(x, transport.size),
-        lambda: transport.exchange([(transport.size, x)], []),
+        lambda: transport.send_recv([(transport.size, x)], []),
         lambda: transport.all_reduce(x.to_sparse()),
         lambda: transport.all_reduce(torch.ones(1, device=device).expand(4)),
         lambda: transport.broadcast(torch.ones(2, device=device, dtype=torch.complex64).conj()),
-        lambda: transport.exchange([], [(0, torch.empty(4, device="meta"))]),
+        lambda: transport.send_recv([], [(0, torch.empty(4, device="meta"))]),
     )
     for number, attempt in enumerate(refused):
         try:
@@ -222,8 +222,8 @@ TRANSPORT_LAWS: tuple[Callable[[Transport, str], None], ...] = (
     reduce_gives_the_same_bits_on_every_rank,
     reduce_scatter_holds_the_exact_sum_of_its_part,
     broadcast_holds_the_roots_tensor,
-    exchange_carries_messages_in_order,
-    exchange_may_be_one_sided_or_empty,
+    send_recv_carries_messages_in_order,
+    send_recv_may_be_one_sided_or_empty,
     an_input_may_be_part_of_its_output,
     a_view_travels_as_the_numbers_it_shows,
     several_are_under_way_at_once,

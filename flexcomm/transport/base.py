@@ -79,7 +79,7 @@ class Transport(Protocol):
         """``x`` becomes the root's ``x``."""
         ...
 
-    def exchange(
+    def send_recv(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Handle[tuple[Tensor, ...]]:
         """Every ``(peer, tensor)`` of ``sends`` has left, every one of ``receives`` is filled.

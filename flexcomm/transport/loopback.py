@@ -70,7 +70,7 @@ class LoopbackTransport:
         check_peer(root, self.size)
         return self._finished(x)
 
-    def exchange(
+    def send_recv(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Operation[tuple[Tensor, ...]]:
         return self._finished(copy_to_self(sends, receives, self.rank, self.size))

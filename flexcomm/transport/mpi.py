@@ -146,7 +146,7 @@ class MPITransport:
         work = self._start(lambda: self._comm.Ibcast(moved(place.buffer), root), x)
         return self._operation("broadcast", work, place.deliver, keep=place)
 
-    def exchange(
+    def send_recv(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Operation[tuple[Tensor, ...]]:
         received = copy_to_self(sends, receives, self.rank, self.size)
@@ -159,7 +159,7 @@ class MPITransport:
             ],
             *(x for _, x in (*sends, *receives)),
         )
-        return self._operation("exchange", work, lambda: deliver_all(places, received), keep=(sources, places))
+        return self._operation("send_recv", work, lambda: deliver_all(places, received), keep=(sources, places))
 
     def barrier(self) -> Operation[None]:
         return self._operation("barrier", self._start(self._comm.Ibarrier), lambda: None)

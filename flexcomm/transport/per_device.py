@@ -40,10 +40,10 @@ class PerDeviceTransport:
     def broadcast(self, x: Tensor, root: int = 0) -> Handle[Tensor]:
         return self._for(x).broadcast(x, root)
 
-    def exchange(
+    def send_recv(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Handle[tuple[Tensor, ...]]:
-        return self._for(*(x for _, x in (*sends, *receives))).exchange(sends, receives)
+        return self._for(*(x for _, x in (*sends, *receives))).send_recv(sends, receives)
 
     def barrier(self) -> Handle[None]:
         return self._host.barrier()

@@ -69,7 +69,7 @@ class TorchTransport:
         place = landing(out, in_reach=self._reaches(out))
         source = readable_beside(x, place, in_reach=self._reaches(x))
         if self.name == "gloo" and self.size == _PAIR:
-            return self._exchange("all_gather", [(peer, source) for peer in range(_PAIR)], list(enumerate(out)), out)
+            return self._send_recv("all_gather", [(peer, source) for peer in range(_PAIR)], list(enumerate(out)), out)
         work = self._start(
             lambda: dist.all_gather_single(as_bytes(place.buffer), as_bytes(source), self._group, async_op=True)
         )
@@ -79,7 +79,7 @@ class TorchTransport:
         check_counts(x, counts, self.rank, self.size)
         out = gatherv_output(x, counts, out)
         parts = torch.split(out, list(counts))
-        return self._exchange("all_gatherv", [(peer, x) for peer in range(self.size)], list(enumerate(parts)), parts)
+        return self._send_recv("all_gatherv", [(peer, x) for peer in range(self.size)], list(enumerate(parts)), parts)
 
     def all_reduce(self, x: Tensor) -> Operation[Tensor]:
         check_reducible(x)
@@ -103,12 +103,12 @@ class TorchTransport:
         )
         return self._operation("broadcast", work, place.deliver, keep=place)
 
-    def exchange(
+    def send_recv(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Operation[tuple[Tensor, ...]]:
-        return self._exchange("exchange", sends, receives, tuple(x for _, x in receives))
+        return self._send_recv("send_recv", sends, receives, tuple(x for _, x in receives))
 
-    def _exchange(
+    def _send_recv(
         self, verb: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], result: T
     ) -> Operation[T]:
         """Exchange messages; hand over the result, which is what they are received into."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm import TensorSpec, demo
-from flexcomm.bucket import decode_bucket_, encode_bucket_, plan_bucket, regions_of
+from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
 from flexcomm.kernels import Momentum, choose_kernels
 from flexdemo.predict.codec import Decoding, fit_decoding
 
@@ -39,7 +39,7 @@ class _Bench:
 
     def __init__(self, x: Tensor, k: int) -> None:
         self.x, self.out = x, torch.empty_like(x)
-        self.plan = plan_bucket((TensorSpec("x", tuple(x.shape), x.dtype),), demo(k, _CHUNK))
+        self.plan = plan_buffer((TensorSpec("x", tuple(x.shape), x.dtype),), demo(k, _CHUNK))
         self.kernels = choose_kernels(x.device)
         state = torch.zeros(self.plan.plans[0].state_shape, device=x.device)
         self.momenta = [Momentum(state, state, 0.999)]

@@ -81,13 +81,13 @@ def _swap(world: World, nbytes: int) -> Callable[[], object]:
     theirs, partner = torch.empty_like(mine), world.inter.rank ^ 1
     # Of an odd number of nodes the last has no partner.
     pairs = [partner] if partner < world.inter.size else []
-    return lambda: world.inter.exchange([(peer, mine) for peer in pairs], [(peer, theirs) for peer in pairs]).wait()
+    return lambda: world.inter.send_recv([(peer, mine) for peer in pairs], [(peer, theirs) for peer in pairs]).wait()
 
 
 def _pass_on(world: World, nbytes: int) -> Callable[[], object]:
     inter, mine = world.inter, _share(world, nbytes)
     theirs, after, before = torch.empty_like(mine), (inter.rank + 1) % inter.size, (inter.rank - 1) % inter.size
-    return lambda: inter.exchange([(after, mine)], [(before, theirs)]).wait()
+    return lambda: inter.send_recv([(after, mine)], [(before, theirs)]).wait()
 
 
 def _all_reduce(world: World, nbytes: int) -> Callable[[], object]:

@@ -51,12 +51,12 @@ def test_a_deadline_is_kept_and_the_communicator_goes_on(world: flexcomm.World) 
     last = impatient.size - 1
     late = None
     if impatient.rank == 0:
-        late = impatient.exchange([], [(last, torch.empty(3))])
+        late = impatient.send_recv([], [(last, torch.empty(3))])
         with pytest.raises(DeadlineExceededError, match=r"exchange over mpi on rank 0 .* waited 0\.3 s"):
             late.wait()
     world.control.barrier().wait()
     if impatient.rank == last:
-        impatient.exchange([(0, torch.tensor([1.0, 2.0, 3.0]))], []).wait()
+        impatient.send_recv([(0, torch.tensor([1.0, 2.0, 3.0]))], []).wait()
     if late is not None:
         (received,) = late.wait()
         assert received.tolist() == [1.0, 2.0, 3.0]

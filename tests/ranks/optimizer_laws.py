@@ -549,7 +549,7 @@ def what_makes_no_sense_together_is_refused(world: World) -> None:
         flexdemo(zoo, world, outer=OuterOptimizer())
     with pytest.raises(InvalidArgumentError, match="are for gradients"):
         adamw(zoo, world, sync="steps", decay=0.9)
-    with pytest.raises(InvalidArgumentError, match="exchange is 'all'"):
+    with pytest.raises(InvalidArgumentError, match="sync is 'all'"):
         adamw(zoo, world, sync="all")
     with pytest.raises(InvalidArgumentError, match="LBFGS"):
         DistributedOptimizer([torch.optim.LBFGS([zoo.matrix])], compressor=flexcomm.dense(), world=world)

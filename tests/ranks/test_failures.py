@@ -44,8 +44,8 @@ def stall_rank_one(verb: str) -> str | None:
     if world.topology.rank != 1:
         x = torch.ones(1000)
         with pytest.raises(DeadlineExceededError) as caught:
-            if verb == "exchange":
-                impatient.exchange([], [(1, x)]).wait()
+            if verb == "send_recv":
+                impatient.send_recv([], [(1, x)]).wait()
             else:
                 impatient.all_gather(x).wait()
         text = str(caught.value)
@@ -53,7 +53,7 @@ def stall_rank_one(verb: str) -> str | None:
     return text
 
 
-@pytest.mark.parametrize("verb", ["all_gather", "exchange"])
+@pytest.mark.parametrize("verb", ["all_gather", "send_recv"])
 def test_a_stalled_rank_ends_the_wait_of_the_others_at_the_deadline(verb: str) -> None:
     first, _, third = run_ranks(stall_rank_one, 3, verb)
     for text in (first, third):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.bucket import BucketPlan, decode_bucket_, encode_bucket_, plan_bucket, regions_of
+from flexcomm.codec import BufferPlan, decode_bucket_, encode_bucket_, plan_buffer, regions_of
+from flexcomm.codec.wire import to_words
 from flexcomm.compress import TensorSpec
 from flexcomm.kernels import Momentum
-from flexcomm.wire import to_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ CHECKSUM_WORD = 12
 class Gathered:
     """Buffers one behind the other, and how long each is."""
 
-    plan: BucketPlan
+    plan: BufferPlan
     buffer: Tensor
     nbytes: list[int]
 
@@ -53,7 +53,7 @@ def gather(
     step: int = STEP,
 ) -> Gathered:
     """Return what an all-gather of the nodes' buffers leaves on every one of them."""
-    plan = plan_bucket(specs_of(nodes[0]), compressor)
+    plan = plan_buffer(specs_of(nodes[0]), compressor)
     buffers = []
     for node, tensors in enumerate(nodes):
         buffer = torch.empty(plan.nbytes, dtype=torch.uint8)
@@ -63,7 +63,7 @@ def gather(
     return Gathered(plan, torch.cat(buffers), [buffer.numel() for buffer in buffers])
 
 
-def blank_states(plan: BucketPlan) -> list[Tensor]:
+def blank_states(plan: BufferPlan) -> list[Tensor]:
     return [torch.zeros(one.state_shape) for one in plan.plans]
 
 

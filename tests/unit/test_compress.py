@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexcomm.bucket import plan_bucket
+from flexcomm.codec import plan_buffer
 from flexcomm.compress import (
     Compressor,
     Dct,
@@ -308,7 +308,7 @@ def test_every_offending_setting_is_listed(attempt: Callable[[], Pipeline], word
 )
 def test_a_number_of_any_kind_makes_the_same_compressor_and_plan(alike: list[Pipeline]) -> None:
     assert len(set(alike)) == len({repr(one) for one in alike}) == 1
-    assert len({plan_bucket([spec(1000)], one).digest for one in alike}) == 1
+    assert len({plan_buffer([spec(1000)], one).digest for one in alike}) == 1
     assert len({repr(one.plan(spec(1000))) for one in alike}) == 1
 
 

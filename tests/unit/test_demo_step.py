@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexcomm.bucket import decode_bucket_, encode_bucket_, plan_bucket, regions_of
+from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
 from flexcomm.compress import TensorSpec, demo, top_k
 from flexcomm.kernels import Kernels, Momentum, ReferenceKernels, TensorPlan
 from flexcomm.kernels.cpu import CpuKernels
@@ -24,7 +24,7 @@ class OurDemo:
     """The same by flexcomm: one bucket a step, momentum in coefficients."""
 
     def __init__(self, shape: tuple[int, ...], k: int, chunk: int, kernels: Kernels) -> None:
-        self.bucket = plan_bucket((TensorSpec("x", shape, torch.float32),), demo(k, chunk, values="fp32"))
+        self.bucket = plan_buffer((TensorSpec("x", shape, torch.float32),), demo(k, chunk, values="fp32"))
         self.kernels, self.shape = kernels, shape
         self.states = [torch.zeros(self.plan.state_shape) for _ in range(NODES)]
 
@@ -101,7 +101,7 @@ def test_an_average_over_nodes_is_another_rule() -> None:
 @pytest.mark.parametrize("keep", [5, 64], ids=["some", "all"])
 def test_a_share_of_what_was_sent_stays(kernels: Kernels, keep: int) -> None:
     """``decay * state + gain * coefficients == alpha * decoded + next_state``: exact, for powers of two."""
-    plan = plan_bucket((TensorSpec("x", (64,), torch.float32),), top_k(keep / 64, values="fp32")).plans[0]
+    plan = plan_buffer((TensorSpec("x", (64,), torch.float32),), top_k(keep / 64, values="fp32")).plans[0]
     x, state = torch.arange(64.0), torch.arange(64.0).flip(0).view(plan.state_shape).clone()
     before = 0.5 * state + 2.0 * x.view(plan.state_shape)
     momentum = Momentum(state, torch.empty_like(state), decay=0.5, gain=2.0, alpha=0.25)

@@ -10,7 +10,7 @@ import torch
 
 import flexcomm
 from flexcomm import TensorSpec
-from flexcomm.bucket import plan_bucket
+from flexcomm.codec import plan_buffer
 from flexcomm.compress import Dct, Everything, Identity, Pipeline, ValueName
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import ValueCode
@@ -30,7 +30,7 @@ def test_every_recipe_has_a_row() -> None:
 @pytest.mark.parametrize(("recipe", "shape", "shown"), COSTS)
 def test_bytes_per_parameter_are_those_of_the_plan(recipe: str, shape: str, shown: str) -> None:
     compressor = eval(recipe, {**vars(flexcomm), "torch": torch})  # noqa: S307  (our own page)
-    plan = plan_bucket((TensorSpec("x", SHAPES[shape], torch.float32),), compressor)
+    plan = plan_buffer((TensorSpec("x", SHAPES[shape], torch.float32),), compressor)
     assert f"{plan.nbytes / (2048 * 4096):.4f}" == shown
 
 

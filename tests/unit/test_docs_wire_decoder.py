@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexcomm import Pipeline, TensorSpec, demo, random_k, sign, striding, threshold, top_k
-from flexcomm.bucket import decode_bucket_, encode_bucket_, plan_bucket, regions_of
+from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
 from flexcomm.compress import Dct, Everything, Identity, TopK
 from flexcomm.kernels import Selection, TensorPlan, ValueCode, choose_kernels
 
@@ -173,7 +173,7 @@ COMPRESSORS = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_decoder_written_from_the_page_reads_what_we_send(compressor: Pipeline, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-    plan = plan_bucket((TensorSpec("layer.weight", shape, torch.float32),), compressor)
+    plan = plan_buffer((TensorSpec("layer.weight", shape, torch.float32),), compressor)
     buffer, out = torch.zeros(plan.nbytes, dtype=torch.uint8), torch.empty_like(x)
     kernels = choose_kernels(x.device)
     nbytes = encode_bucket_(plan, [x], buffer, step=7, sequence=0, kernels=kernels)

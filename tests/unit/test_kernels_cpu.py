@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from flexcomm.codec.wire import plan_layout
 from flexcomm.compress import Identity, Pipeline, TensorSpec, TopK, draw_for
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels import (
@@ -30,7 +31,6 @@ from flexcomm.kernels.cpu import CpuKernels, checking, decoding, encoding, mixin
 from flexcomm.kernels.cpu.shares import cut_up
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.coefficients import encode, sent_coefficients
-from flexcomm.wire import plan_layout
 from tests.slow import slow_but
 
 if TYPE_CHECKING:

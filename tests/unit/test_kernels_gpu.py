@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
+from flexcomm.codec.wire import plan_layout
 from flexcomm.kernels import Average, Draw, Fault, IndexCode, Momentum, Payload, ReferenceKernels, Selection, TensorPlan
 from flexcomm.kernels import ValueCode as Value
 from flexcomm.kernels.gpu import GpuKernels, share
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.cases import layout_with, numbers
 from flexcomm.testing.kernels import mixing_gives_the_references_bits
-from flexcomm.wire import plan_layout
 from tests.slow import slow_but
 from tests.unit.cuda_on_host import HostLauncher, compile_for_host
 

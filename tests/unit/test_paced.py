@@ -74,8 +74,8 @@ def paced(clock: Clock, *, sharers: int = 1, **instant: Any) -> PacedTransport:
         (lambda transport: transport.reduce_scatter(KILOBYTE.view(4, 250)), 0.75),
         (lambda transport: transport.broadcast(KILOBYTE, 0), 1.0),
         (lambda transport: transport.broadcast(KILOBYTE, 1), 1.0),
-        (lambda transport: transport.exchange([(0, KILOBYTE), (2, KILOBYTE)], [(0, KILOBYTE)]), 2.0),
-        (lambda transport: transport.exchange([(1, KILOBYTE)], [(1, KILOBYTE)]), 0.0),
+        (lambda transport: transport.send_recv([(0, KILOBYTE), (2, KILOBYTE)], [(0, KILOBYTE)]), 2.0),
+        (lambda transport: transport.send_recv([(1, KILOBYTE)], [(1, KILOBYTE)]), 0.0),
         (lambda transport: transport.barrier(), 0.0),
     ],
 )
@@ -132,7 +132,7 @@ def test_transports_of_one_rank_share_its_link() -> None:
 def test_the_two_directions_do_not_wait_for_each_other() -> None:
     clock = Clock()
     transport = paced(clock)
-    sent, received = transport.exchange([(0, KILOBYTE)], []), transport.exchange([], [(0, KILOBYTE)])
+    sent, received = transport.send_recv([(0, KILOBYTE)], []), transport.send_recv([], [(0, KILOBYTE)])
     sent.wait()
     assert clock.now_s == 101.0
     assert received.done()

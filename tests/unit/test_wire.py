@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from flexcomm.codec.wire import ALIGNMENT, HEADER_NBYTES, HEADER_NWORDS, VERSION, BufferHeader, Header, plan_layout
 from flexcomm.compress import (
     Compressor,
     Identity,
@@ -32,7 +33,6 @@ from flexcomm.compress import (
 from flexcomm.errors import WireError
 from flexcomm.kernels import IndexCode, Kernels, ReferenceKernels, Selection, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels
-from flexcomm.wire import ALIGNMENT, HEADER_NBYTES, HEADER_NWORDS, VERSION, Envelope, Frame, plan_layout
 from tests.unit.buckets import SEQUENCE, STEP, Gathered, gather, opened, reseal_
 
 CPU, REFERENCE = CpuKernels(1), ReferenceKernels()
@@ -205,15 +205,15 @@ def test_spare_bytes_are_zero_even_if_the_checksum_says_otherwise() -> None:
 )
 def test_what_ranks_do_not_agree_on_is_named(field: str, changes: dict[str, int]) -> None:
     gathered = sample()
-    envelope = replace(Envelope(gathered.plan.digest, STEP, SEQUENCE, 25), **changes)
-    Frame(second_buffer(gathered)).seal_(envelope, CPU)
+    envelope = replace(Header(gathered.plan.digest, STEP, SEQUENCE, 25), **changes)
+    BufferHeader(second_buffer(gathered)).write_(envelope, CPU)
     error = refused(gathered)
     assert (error.sender, error.field) == ("node 1", field)
 
 
 def test_a_variable_bucket_holds_as_many_entries_as_it_announces() -> None:
     gathered = sample(Pipeline(Identity(64), Threshold(2.0, 0.5), "fp32"))
-    Frame(second_buffer(gathered)).seal_(Envelope(gathered.plan.digest, STEP, SEQUENCE, 3), CPU)
+    BufferHeader(second_buffer(gathered)).write_(Header(gathered.plan.digest, STEP, SEQUENCE, 3), CPU)
     assert refused(gathered).field == "count"
 
 
@@ -272,7 +272,7 @@ def test_an_exact_buffer_of_another_length_is_refused(nbytes: int) -> None:
     if HEADER_NBYTES <= length <= gathered.plan.nbytes:
         words = other.words[gathered.nbytes[0] // 4 :][: length // 4]
         count = HEADER.unpack(gathered.buffer[gathered.nbytes[0] :][: HEADER.size].numpy().tobytes())[6]
-        Frame(words).seal_(Envelope(gathered.plan.digest, STEP, SEQUENCE, count), CPU)
+        BufferHeader(words).write_(Header(gathered.plan.digest, STEP, SEQUENCE, count), CPU)
     assert refused(other).field == "length"
 
 

@@ -24,13 +24,13 @@ import numpy as np
 import pytest
 import torch
 
+from flexcomm.codec.wire import HEADER_NBYTES, HEADER_NWORDS, Region, find_payload, plan_layout
 from flexcomm.compress import Identity, Pipeline, RandomK, Striding, Threshold, TopK, demo, top_k
 from flexcomm.errors import WireError
 from flexcomm.kernels import IndexCode, Payload, ReferenceKernels, TensorPlan, ValueCode
 from flexcomm.kernels.base import LARGEST_MAGNITUDE
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.testing.coefficients import Sent, sent_coefficients
-from flexcomm.wire import HEADER_NBYTES, HEADER_NWORDS, Region, find_payload, plan_layout
 from tests.unit.buckets import Gathered, gather, open_, opened, reseal_
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.bucket import BucketPlan
+    from flexcomm.codec import BufferPlan
     from flexcomm.compress import Compressor
 
 DEFAULT_CASES, FEWEST_CASES = 8_400, 8_000
@@ -72,7 +72,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Guarded:
     """Outputs that are views into larger tensors, whose rims tell of writes that went astray."""
 
-    def __init__(self, plan: BucketPlan) -> None:
+    def __init__(self, plan: BufferPlan) -> None:
         numels = [int(torch.Size(spec.shape).numel()) for spec in plan.specs]
         self._rooms = [
             torch.empty(numel + 2 * GUARD, dtype=spec.dtype) for numel, spec in zip(numels, plan.specs, strict=True)

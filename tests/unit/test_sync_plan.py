@@ -9,11 +9,11 @@ import torch
 
 import flexcomm
 from flexcomm import InvalidArgumentError, TensorSpec
-from flexcomm.routes import Request, Route, plan_routes, sum_dtype
+from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets, sum_dtype
 
 if TYPE_CHECKING:
     from flexcomm import Compressor
-    from flexcomm.between import Algorithm
+    from flexcomm.sync import AlgorithmOption
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 LARGE = (TensorSpec("large", (512, 512), F32),)
@@ -21,47 +21,48 @@ NODES = (2, 3, 4, 8, 16, 64)
 SIZES = (1, 100, 1 << 20)
 
 
-def request(
+def settings(
     specs: tuple[TensorSpec, ...],
     compressor: Compressor,
-    algorithm: Algorithm = "auto",
+    algorithm: AlgorithmOption = "auto",
     bucket_bytes: int = 1 << 20,
-) -> Request:
-    return Request(specs, compressor, "nodes", algorithm, "raise", bucket_bytes, keeps_residuals=False)
+) -> SyncSettings:
+    return SyncSettings(specs, compressor, "nodes", algorithm, "raise", bucket_bytes, has_residuals=False)
 
 
 def ways(compressor: Compressor) -> list[str]:
     """The way of a large matrix, by the number of nodes."""
-    return [plan_routes(request(LARGE, compressor), nodes, 1)[0].way for nodes in NODES]
+    return [plan_buckets(settings(LARGE, compressor), nodes, 1)[0].algorithm for nodes in NODES]
 
 
-def buckets(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> list[tuple[int, ...]]:
-    return [route.tensors for route in plan_routes(request(specs, flexcomm.dense(), bucket_bytes=bucket_bytes), 2, 1)]
+def numbers_by_bucket(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> list[tuple[int, ...]]:
+    asked = settings(specs, flexcomm.dense(), bucket_bytes=bucket_bytes)
+    return [bucket.tensors for bucket in plan_buckets(asked, 2, 1)]
 
 
 def test_neighbours_share_a_bucket_until_it_is_full() -> None:
     specs = tuple(TensorSpec(f"t{number}", (100,), F32) for number in range(5))
-    assert buckets(specs, 800) == [(0, 1), (2, 3), (4,)]
-    assert buckets(specs, 799) == [(0,), (1,), (2,), (3,), (4,)]
-    assert buckets(specs, 1 << 20) == [(0, 1, 2, 3, 4)]
+    assert numbers_by_bucket(specs, 800) == [(0, 1), (2, 3), (4,)]
+    assert numbers_by_bucket(specs, 799) == [(0,), (1,), (2,), (3,), (4,)]
+    assert numbers_by_bucket(specs, 1 << 20) == [(0, 1, 2, 3, 4)]
 
 
 def test_a_tensor_larger_than_a_bucket_is_alone_and_nothing_takes_no_room() -> None:
     shapes = ((0,), (1000,), (0,), (3,), ())
     specs = tuple(TensorSpec(f"t{number}", shape, F32) for number, shape in enumerate(shapes))
-    assert buckets(specs, 16) == [(0,), (1,), (2, 3, 4)]
+    assert numbers_by_bucket(specs, 16) == [(0, 1), (2, 3, 4)]
 
 
 def test_a_bucket_holds_one_dtype() -> None:
     dtypes = (F32, F32, BF16, F64, F32)
     specs = tuple(TensorSpec(f"t{number}", (10,), dtype) for number, dtype in enumerate(dtypes))
-    assert buckets(specs, 1 << 20) == [(0, 1), (2,), (3,), (4,)]
-    routes = plan_routes(request(specs, flexcomm.dense()), 2, 1)
-    assert [route.dtype for route in routes] == [F32, BF16, F64, F32]
+    assert numbers_by_bucket(specs, 1 << 20) == [(2,), (3,), (0, 1, 4)]
+    buckets = plan_buckets(settings(specs, flexcomm.dense()), 2, 1)
+    assert [bucket.dtype for bucket in buckets] == [BF16, F64, F32]
 
 
 def test_no_tensors_make_no_buckets() -> None:
-    assert plan_routes(request((), flexcomm.demo()), 2, 2) == ()
+    assert plan_buckets(settings((), flexcomm.demo()), 2, 2) == ()
 
 
 def test_shared_indices_are_reduced_from_three_nodes_on() -> None:
@@ -77,8 +78,8 @@ def test_few_coefficients_of_their_own_are_gathered() -> None:
 
 def test_many_coefficients_of_their_own_are_split_where_nodes_are_many() -> None:
     """What all nodes select of a chunk is the chunk at most, so averages take no more than sums would."""
-    assert ways(flexcomm.top_k(1 / 4)) == ["gather"] * 3 + ["split"] * 3
-    assert ways(flexcomm.sign()) == ["gather"] * 5 + ["split"]
+    assert ways(flexcomm.top_k(1 / 4)) == ["gather"] * 3 + ["two_phase"] * 3
+    assert ways(flexcomm.sign()) == ["gather"] * 5 + ["two_phase"]
 
 
 def test_what_takes_more_bytes_than_everything_is_sent_whole() -> None:
@@ -93,9 +94,9 @@ def test_lengths_that_depend_on_the_data_are_told() -> None:
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("compressor", [flexcomm.demo(), flexcomm.top_k(0.25), flexcomm.random_k(0.5)], ids=str)
 def test_the_way_that_is_chosen_sends_the_fewest_bytes(compressor: Compressor, nodes: int) -> None:
-    route = plan_routes(request(LARGE, compressor), nodes, 1)[0]
-    sent = dict(route.sent_by_way)
-    assert sent[route.way] == min(sent.values())
+    bucket = plan_buckets(settings(LARGE, compressor), nodes, 1)[0]
+    sent = dict(bucket.sent_bytes)
+    assert sent[bucket.algorithm] == min(sent.values())
 
 
 @pytest.mark.parametrize("nodes", NODES)
@@ -103,12 +104,12 @@ def test_the_size_of_buckets_does_not_change_the_way(nodes: int) -> None:
     """Alone, the small tensors would go another way than the large one: what is sent of them would not be the same."""
     specs = (*LARGE, TensorSpec("bias", (7,), F32), TensorSpec("number", (), F32), TensorSpec("norm", (90,), BF16))
     for compressor in (flexcomm.demo(), flexcomm.top_k(0.5), flexcomm.threshold(1.0), flexcomm.random_k(0.1)):
-        first, *others = (ways_by_tensor(request(specs, compressor, bucket_bytes=size), nodes) for size in SIZES)
+        first, *others = (algorithms_by_tensor(settings(specs, compressor, bucket_bytes=size), nodes) for size in SIZES)
         assert all(other == first for other in others)
 
 
-def ways_by_tensor(asked: Request, nodes: int) -> dict[int, str]:
-    return {number: route.way for route in plan_routes(asked, nodes, 1) for number in route.tensors}
+def algorithms_by_tensor(asked: SyncSettings, nodes: int) -> dict[int, str]:
+    return {number: bucket.algorithm for bucket in plan_buckets(asked, nodes, 1) for number in bucket.tensors}
 
 
 @pytest.mark.parametrize(
@@ -118,35 +119,35 @@ def ways_by_tensor(asked: Request, nodes: int) -> dict[int, str]:
         ("reduce", flexcomm.top_k(0.1)),
         ("reduce", flexcomm.random_k(0.1, values="int8")),
         ("reduce", flexcomm.sign()),
-        ("split", flexcomm.random_k(0.1)),
-        ("split", flexcomm.threshold(1.0)),
+        ("two_phase", flexcomm.random_k(0.1)),
+        ("two_phase", flexcomm.threshold(1.0)),
         ("gather", flexcomm.threshold(1.0, capacity=None)),
     ],
     ids=str,
 )
-def test_a_way_that_cannot_be_gone_is_refused(algorithm: Algorithm, compressor: Compressor) -> None:
+def test_a_way_that_cannot_be_gone_is_refused(algorithm: AlgorithmOption, compressor: Compressor) -> None:
     with pytest.raises(
         InvalidArgumentError, match=f"algorithm '{algorithm}' cannot carry this compressor, but .*dense"
     ):
-        plan_routes(request(LARGE, compressor, algorithm), 4, 1)
+        plan_buckets(settings(LARGE, compressor, algorithm), 4, 1)
 
 
 @pytest.mark.parametrize(("values", "most"), [("bf16", 1 << 8), ("fp16", 1 << 11), ("fp32", 1 << 24)])
 def test_sums_are_refused_where_their_type_cannot_count_the_nodes(values: str, most: int) -> None:
     compressor = flexcomm.random_k(0.1, values=values)  # type: ignore[arg-type]
-    assert plan_routes(request(LARGE, compressor, "reduce"), most, 1)[0].way == "reduce"
+    assert plan_buckets(settings(LARGE, compressor, "reduce"), most, 1)[0].algorithm == "reduce"
     with pytest.raises(InvalidArgumentError, match="'reduce' cannot carry"):
-        plan_routes(request(LARGE, compressor, "reduce"), most + 1, 1)
+        plan_buckets(settings(LARGE, compressor, "reduce"), most + 1, 1)
 
 
-@pytest.mark.parametrize("algorithm", ["gather", "gatherv", "split", "dense"])
-def test_a_way_that_can_be_gone_is_gone_when_it_is_asked_for(algorithm: Algorithm) -> None:
-    assert plan_routes(request(LARGE, flexcomm.demo(), algorithm), 4, 1)[0].way == algorithm
+@pytest.mark.parametrize("algorithm", ["gather", "gatherv", "two_phase", "dense"])
+def test_a_way_that_can_be_gone_is_gone_when_it_is_asked_for(algorithm: AlgorithmOption) -> None:
+    assert plan_buckets(settings(LARGE, flexcomm.demo(), algorithm), 4, 1)[0].algorithm == algorithm
 
 
 def test_payloads_are_handed_on_inside_a_node_where_they_are_shorter_than_elements() -> None:
-    def forwards(compressor: Compressor, nodes: int, algorithm: Algorithm = "auto") -> bool:
-        return plan_routes(request(LARGE, compressor, algorithm), nodes, 2)[0].forwards
+    def forwards(compressor: Compressor, nodes: int, algorithm: AlgorithmOption = "auto") -> bool:
+        return plan_buckets(settings(LARGE, compressor, algorithm), nodes, 2)[0].gathers_payloads
 
     assert forwards(flexcomm.demo(), 4)
     assert forwards(flexcomm.sign(), 8, "gather")
@@ -157,23 +158,23 @@ def test_payloads_are_handed_on_inside_a_node_where_they_are_shorter_than_elemen
 
 def test_every_rank_of_a_node_gets_a_part_and_sums_are_taken_in_enough_bits() -> None:
     specs = (TensorSpec("w", (300, 40), BF16), TensorSpec("empty", (0,), BF16), TensorSpec("b", (9,), BF16))
-    route: Route = plan_routes(request(specs, flexcomm.demo()), 2, 3)[0]
-    assert sorted(number for numbers in route.numbers for number in numbers) == [0, 0, 0, 2]
-    assert {piece.spec.dtype for pieces in route.pieces for piece in pieces} == {F32}
-    assert route.longest == max(sum(piece.last - piece.first for piece in pieces) for pieces in route.pieces)
+    bucket: BucketPlan = plan_buckets(settings(specs, flexcomm.demo()), 2, 3)[0]
+    assert sorted(number for numbers in bucket.numbers for number in numbers) == [0, 0, 0, 2]
+    assert {piece.spec.dtype for pieces in bucket.shards for piece in pieces} == {F32}
+    assert bucket.longest == max(sum(piece.last - piece.first for piece in pieces) for pieces in bucket.shards)
     assert [sum_dtype(dtype) for dtype in (torch.float16, BF16, F32, F64)] == [F32, F32, F32, F64]
 
 
 def test_equal_requests_are_planned_once() -> None:
-    assert plan_routes(request(LARGE, flexcomm.demo()), 4, 2) is plan_routes(request(LARGE, flexcomm.demo()), 4, 2)
+    assert plan_buckets(settings(LARGE, flexcomm.demo()), 4, 2) is plan_buckets(settings(LARGE, flexcomm.demo()), 4, 2)
 
 
 def test_ranks_compare_every_setting() -> None:
-    fields = request(LARGE, flexcomm.demo()).fields()
+    fields = settings(LARGE, flexcomm.demo()).fields()
     assert fields["tensor 0"] == "large torch.float32 [512, 512]"
     assert {"tensors", "compressor", "average", "algorithm", "nonfinite", "bucket_bytes", "residuals"} <= set(fields)
 
 
 def test_settings_nobody_has_are_refused_all_at_once() -> None:
     with pytest.raises(InvalidArgumentError, match=r"average is 'median'.*algorithm is 'ring'.*bucket_bytes is 0"):
-        Request(LARGE, flexcomm.demo(), "median", "ring", "raise", 0, keeps_residuals=False)  # type: ignore[arg-type]
+        SyncSettings(LARGE, flexcomm.demo(), "median", "ring", "raise", 0, has_residuals=False)  # type: ignore[arg-type]

@@ -11,8 +11,9 @@ import torch
 
 import flexcomm
 from flexcomm import hierarchical_sync, start_sync
-from flexcomm.calls import _MOST_ITINERARIES, _MOST_SPARE, calls_of
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError, NonFiniteError
+from flexcomm.sync.buffers import MOST_SPARE
+from flexcomm.sync.engine import MOST_PLANS, engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,10 +36,9 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"residual": None}, "got residual, but the options are world, residuals"),
         ({"names": [3]}, "all different strings"),
-        ({"names": ["a[0:4096]"]}, "stand for pieces of tensors"),
-        ({"bucket_bytes": None}, "bucket_bytes is None"),
+        ({"names": ["a[0:4096]"]}, "stand for shards of tensors"),
+        ({"bucket_bytes": 0}, "bucket_bytes is 0"),
         ({"bucket_bytes": 1e6}, "bucket_bytes is 1000000.0"),
         ({"step": -1}, "step is -1"),
     ],
@@ -61,7 +61,7 @@ def test_a_tensor_without_elements_in_memory_is_refused(world: World, x: torch.T
         hierarchical_sync(x, flexcomm.dense(), world=world)
 
 
-@pytest.mark.parametrize("algorithm", ["gather", "gatherv", "reduce", "split", "dense"])
+@pytest.mark.parametrize("algorithm", ["gather", "gatherv", "reduce", "two_phase", "dense"])
 def test_a_first_call_in_inference_mode_leaves_memory_that_later_calls_can_use(world: World, algorithm: Any) -> None:
     compressor = flexcomm.dense() if algorithm == "reduce" else flexcomm.top_k(1.0, values="fp32")
     residuals = flexcomm.Residuals()
@@ -96,16 +96,16 @@ def test_a_first_call_that_fails_leaves_no_residual_behind(world: World) -> None
 
 def test_shapes_that_keep_changing_do_not_fill_the_memory(world: World) -> None:
     hierarchical_sync(torch.ones(1), flexcomm.dense(), world=world)
-    (first,) = map(weakref.ref, calls_of(world).itineraries.values())
-    for length in range(2, _MOST_ITINERARIES + 20):
+    (first,) = map(weakref.ref, engine_of(world).plans.values())
+    for length in range(2, MOST_PLANS + 20):
         hierarchical_sync(torch.ones(length), flexcomm.dense(), world=world)
-    assert len(calls_of(world).itineraries) == _MOST_ITINERARIES
+    assert len(engine_of(world).plans) == MOST_PLANS
     gc.collect()
     assert first() is None, "a forgotten call still holds its buffers"
 
 
 def test_a_burst_of_calls_gives_its_memory_back(world: World) -> None:
-    handles = [start_sync(X, flexcomm.dense(), world=world) for _ in range(3 * _MOST_SPARE)]
+    handles = [start_sync(X, flexcomm.dense(), world=world) for _ in range(3 * MOST_SPARE)]
     assert all(torch.equal(handle.wait(), X) for handle in handles)
-    (itinerary,) = calls_of(world).itineraries.values()
-    assert [len(stage.free) for stage in itinerary.stages] == [_MOST_SPARE]
+    (plan,) = engine_of(world).plans.values()
+    assert [len(pool.spare) for pool in plan.pools] == [MOST_SPARE]

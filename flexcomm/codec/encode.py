@@ -1,15 +1,15 @@
-"""Buffers to send: a header, and what a plan sends of each tensor, one payload behind the other."""
+"""Encoding: a header, and what a plan sends of each tensor, one payload behind the other."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexcomm.bucket.checks import check_momenta, check_numbers, check_tensors
-from flexcomm.bucket.plans import BucketPlan, aligned
+from flexcomm.codec.checks import check_momenta, check_numbers, check_tensors
+from flexcomm.codec.plan import BufferPlan, aligned
+from flexcomm.codec.wire import HEADER_NWORDS, NONFINITE, WORD_NBYTES, BufferHeader, Header, plan_layout, to_words
 from flexcomm.compress import draw_for
 from flexcomm.errors import InvalidTensorError, NonFiniteError
 from flexcomm.kernels import Kernels, Momentum
-from flexcomm.wire import HEADER_NWORDS, NOTHING_FIT, WORD_NBYTES, Envelope, Frame, plan_layout, to_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import Layout, TensorPlan, Writer
 
-__all__ = ["Outgoing", "encode_bucket_", "flag_bucket_"]
+__all__ = ["Encoder", "encode_bucket_", "mark_nonfinite_"]
 
 _NO_MOMENTUM = Momentum()
 
 
-class Outgoing:
-    """A buffer that a plan fills again and again: checked and cut up once."""
+class Encoder:
+    """Fills one buffer again and again; it is checked and sliced once."""
 
-    def __init__(self, plan: BucketPlan, buffer: Tensor, kernels: Kernels) -> None:
+    def __init__(self, plan: BufferPlan, buffer: Tensor, kernels: Kernels) -> None:
         self.buffer = buffer
         self._plan, self._kernels = plan, kernels
         self._words = _words_to_fill(plan, buffer)
-        self._full = Frame(self._words[: plan.nwords])
+        self._header = BufferHeader(self._words[: plan.nwords])
         self._writers = [
             self._writer_at(begin, one, layout)
             for begin, one, layout in zip(plan.positions, plan.plans, plan.layouts, strict=True)
         ]
 
     def encode_(self, tensors: Sequence[Tensor], momenta: Sequence[Momentum], *, step: int, sequence: int) -> int:
-        """Do what :func:`encode_bucket_` does, with tensors and momenta known to be the plan's."""
+        """Do as :func:`encode_bucket_` does, with tensors and momenta known to be the plan's."""
         plan, kernels = self._plan, self._kernels
         check_numbers(step, sequence)
-        unfit = [spec.name for spec, x in zip(plan.specs, tensors, strict=True) if not kernels.is_fit(x)]
-        if unfit:
+        nonfinite = [spec.name for spec, x in zip(plan.specs, tensors, strict=True) if not kernels.is_fit(x)]
+        if nonfinite:
             raise NonFiniteError(
-                f"NaN, infinity or a magnitude of 2**100 or more in {', '.join(unfit)}; nothing was changed. Skip this "
-                f"step on every rank; if that happens often, lower the learning rate or the loss scale, or clip."
+                f"NaN, infinity or a magnitude of 2**100 or more in {', '.join(nonfinite)}; nothing was changed. Skip "
+                f"this step on every rank; if that happens often, lower the learning rate or the loss scale, or clip."
             )
         position, count = HEADER_NWORDS, 0
         for number, (spec, one, x, momentum) in enumerate(zip(plan.specs, plan.plans, tensors, momenta, strict=True)):
@@ -58,30 +58,30 @@ class Outgoing:
                     f"zero them all, or load them from a checkpoint."
                 )
             position, count = position + layout.nwords, count + entries
-        return self._close_(position, Envelope(plan.digest, step, sequence, count))
+        return self._close_(position, Header(plan.digest, step, sequence, count))
 
-    def flag_(self, *, step: int, sequence: int) -> int:
-        """Do what :func:`flag_bucket_` does."""
+    def mark_nonfinite_(self, *, step: int, sequence: int) -> int:
+        """Fill the buffer with the mark of a sender that has nonfinite values; return how many bytes are used."""
         check_numbers(step, sequence)
         end = HEADER_NWORDS if self._plan.exact else self._plan.nwords
         self._words[:end] = 0
-        return self._close_(end, Envelope(self._plan.digest, step, sequence, 0, NOTHING_FIT))
+        return self._close_(end, Header(self._plan.digest, step, sequence, 0, NONFINITE))
 
     def _writer_at(self, position: int, plan: TensorPlan, layout: Layout) -> Writer:
         return self._kernels.writer(self._words[position : position + layout.nwords], plan, layout)
 
-    def _close_(self, position: int, envelope: Envelope) -> int:
-        """Fill up behind what was written and seal it all; return how many bytes that is."""
+    def _close_(self, position: int, header: Header) -> int:
+        """Zero the padding, write header and checksum, and return how many bytes that is."""
         end = aligned(position)
         if position < end:
             self._words[position:end] = 0
-        frame = self._full if end == self._plan.nwords else Frame(self._words[:end])
-        frame.seal_(envelope, self._kernels)
+        buffer_header = self._header if end == self._plan.nwords else BufferHeader(self._words[:end])
+        buffer_header.write_(header, self._kernels)
         return end * WORD_NBYTES
 
 
 def encode_bucket_(
-    plan: BucketPlan,
+    plan: BufferPlan,
     tensors: Sequence[Tensor],
     buffer: Tensor,
     *,
@@ -98,15 +98,15 @@ def encode_bucket_(
     momenta = [_NO_MOMENTUM] * len(tensors) if momenta is None else momenta
     check_tensors(plan, tensors, buffer.device)
     check_momenta(plan, momenta, buffer.device)
-    return Outgoing(plan, buffer, kernels).encode_(tensors, momenta, step=step, sequence=sequence)
+    return Encoder(plan, buffer, kernels).encode_(tensors, momenta, step=step, sequence=sequence)
 
 
-def flag_bucket_(plan: BucketPlan, buffer: Tensor, *, step: int, sequence: int, kernels: Kernels) -> int:
-    """Fill ``buffer`` with word that there is nothing fit to be sent; return how many of its bytes are used."""
-    return Outgoing(plan, buffer, kernels).flag_(step=step, sequence=sequence)
+def mark_nonfinite_(plan: BufferPlan, buffer: Tensor, *, step: int, sequence: int, kernels: Kernels) -> int:
+    """Fill ``buffer`` with the mark of a sender that has nonfinite values; return how many of its bytes are used."""
+    return Encoder(plan, buffer, kernels).mark_nonfinite_(step=step, sequence=sequence)
 
 
-def _words_to_fill(plan: BucketPlan, buffer: Tensor) -> Tensor:
+def _words_to_fill(plan: BufferPlan, buffer: Tensor) -> Tensor:
     # Kernels write where the plan says, without looking: too short a buffer would be written past its end.
     words = to_words(buffer)
     if words.numel() * WORD_NBYTES < plan.nbytes:

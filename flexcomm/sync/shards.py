@@ -1,8 +1,7 @@
-"""Pieces: which part of a tensor each rank of a node works on.
+"""Shards: the part of each tensor that one rank of a node works on.
 
-Tensors are cut between chunks, so every chunk is what it would be uncut. Where they are cut follows from the tensor's
-own plan and name and from the number of ranks, never from its neighbours: how tensors are put into buckets changes
-nothing.
+Tensors are cut between chunks, so every chunk is what it would be uncut. The cuts follow from the tensor's own plan and
+name and from the number of ranks, never from the other tensors of its bucket: bucketing changes nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import TensorPlan
 
-__all__ = ["Piece", "cut"]
+__all__ = ["TensorShard", "shard_tensor"]
 
 
-class Piece(NamedTuple):
+class TensorShard(NamedTuple):
     """Elements ``first`` to ``last`` of a flattened tensor, chunks from ``first_chunk`` on, and the plan for them."""
 
     spec: TensorSpec
@@ -31,28 +30,28 @@ class Piece(NamedTuple):
     first_chunk: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this piece of a tensor: a view, if the tensor is contiguous."""
+        """Return this shard of a tensor: a view, if the tensor is contiguous."""
         return tensor.reshape(-1)[self.first : self.last].view(self.spec.shape)
 
     def state_of(self, state: Tensor) -> Tensor:
-        """Return this piece's part of what is kept for the whole."""
+        """Return this shard's part of the state of the whole tensor."""
         return state[self.first_chunk : self.first_chunk + self.plan.chunks]
 
 
-def cut(spec: TensorSpec, plan: TensorPlan, ranks: int) -> list[Piece | None]:
-    """Return the piece of each rank; None for those that get nothing of a tensor with too few chunks.
+def shard_tensor(spec: TensorSpec, plan: TensorPlan, ranks: int) -> list[TensorShard | None]:
+    """Return the shard of each rank; None for ranks that get nothing of a tensor with too few chunks.
 
-    Which rank comes first depends on the name: else the first one would get all the small tensors.
+    The name decides which rank gets the first shard: otherwise rank 0 would get all the small tensors.
     """
     units = count_units(plan)
-    turn = zlib.crc32(spec.name.encode()) % ranks
-    bounds = [units * share // ranks for share in range(ranks + 1)]
-    pieces = [make_piece(spec, plan, units, *bounds[share : share + 2]) for share in range(ranks)]
-    return pieces[-turn:] + pieces[:-turn]
+    offset = zlib.crc32(spec.name.encode()) % ranks
+    bounds = [units * number // ranks for number in range(ranks + 1)]
+    shards = [make_shard(spec, plan, units, *bounds[number : number + 2]) for number in range(ranks)]
+    return shards[-offset:] + shards[:-offset]
 
 
 def count_units(plan: TensorPlan) -> int:
-    """Return into how many parts a tensor can be cut: a row of chunks, or a chunk of a tensor of one row.
+    """Return into how many shards a tensor can be cut: by rows of chunks, or by chunks if it has one row.
 
     A last row of chunks that holds a single row of elements stays with the one before: alone, it would be a plan for
     a tensor of one row, and chunked differently.
@@ -62,11 +61,12 @@ def count_units(plan: TensorPlan) -> int:
     return plan.grid_rows - (plan.rows % plan.chunk_rows == 1 and plan.grid_rows > 1)
 
 
-def make_piece(spec: TensorSpec, plan: TensorPlan, units: int, begin: int, end: int) -> Piece | None:
+def make_shard(spec: TensorSpec, plan: TensorPlan, units: int, begin: int, end: int) -> TensorShard | None:
+    """Return units ``begin`` to ``end`` of a tensor that can be cut into ``units``."""
     if begin == end:
         return None
     if begin == 0 and end == units:
-        return Piece(spec, plan, 0, plan.rows * plan.cols, 0)
+        return TensorShard(spec, plan, 0, plan.rows * plan.cols, 0)
     shape: tuple[int, ...]
     if plan.rows <= 1:
         first, last = begin * plan.chunk_cols, plan.cols if end == units else end * plan.chunk_cols
@@ -79,4 +79,4 @@ def make_piece(spec: TensorSpec, plan: TensorPlan, units: int, begin: int, end: 
     if plan.is_variable:
         # By chunks, not by units: the last one may hold two rows of chunks.
         part = replace(part, keep=-(-plan.keep * part.chunks // plan.chunks))
-    return Piece(TensorSpec(f"{spec.name}[{first}:{last}]", shape, spec.dtype), part, first, last, first_chunk)
+    return TensorShard(TensorSpec(f"{spec.name}[{first}:{last}]", shape, spec.dtype), part, first, last, first_chunk)

@@ -9,7 +9,7 @@ import torch
 
 import flexcomm
 from flexcomm import InvalidArgumentError, InvalidTensorError, Residuals, TensorSpec
-from flexcomm.bucket import plan_tensor
+from flexcomm.codec import plan_tensor
 
 if TYPE_CHECKING:
     from flexcomm.kernels import Momentum
@@ -59,7 +59,7 @@ def test_commit_keeps_what_an_encode_left() -> None:
 def test_giving_up_stays_with_what_was_before() -> None:
     residuals = with_value(7.0)
     lend(residuals, value=8.0)
-    residuals.give_up(["w"])
+    residuals.cancel(["w"])
     assert bool((residuals["w"] == 7.0).all())
     assert bool((lend(residuals).state == 7.0).all())  # type: ignore[union-attr]
 
@@ -73,7 +73,7 @@ def test_no_memory_is_allocated_once_a_state_is_there() -> None:
     assert len(places) == 2
 
 
-@pytest.mark.parametrize("end", ["commit", "give_up"])
+@pytest.mark.parametrize("end", ["commit", "cancel"])
 def test_a_state_in_flight_is_refused_until_it_is_back(end: str) -> None:
     residuals = Residuals()
     lend(residuals)
@@ -89,7 +89,7 @@ def test_a_tensor_in_use_is_refused_also_where_no_part_of_it_is_kept() -> None:
     residuals.claim(["v", "w"])
     with pytest.raises(InvalidArgumentError, match="w: being synchronised"):
         residuals.claim(["u", "w"])
-    residuals.release(["v", "w"])
+    residuals.unclaim(["v", "w"])
     residuals.claim(["u", "w"])
 
 
@@ -107,7 +107,7 @@ def test_states_are_not_saved_or_replaced_while_in_flight(verb: str) -> None:
         with pytest.raises(InvalidArgumentError, match=f"{busy}.* being synchronised"):
             verbs[verb]()
     residuals.commit(["w"])
-    residuals.release(["v"])
+    residuals.unclaim(["v"])
     verbs[verb]()
 
 
@@ -127,11 +127,11 @@ def test_undo_goes_back_to_what_was_before_a_commit() -> None:
     residuals = with_value(7.0)
     lend(residuals, value=8.0)
     residuals.commit(["w"])
-    residuals.undo(["w"])
+    residuals.rollback(["w"])
     assert bool((residuals["w"] == 7.0).all())
     lend(residuals)
     with pytest.raises(InvalidArgumentError, match="was used again"):
-        residuals.undo(["w"])
+        residuals.rollback(["w"])
 
 
 def test_alpha_is_handed_to_the_kernels() -> None:

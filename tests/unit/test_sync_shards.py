@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import flexcomm
-from flexcomm.bucket import plan_tensor
+from flexcomm.codec import plan_tensor
 from flexcomm.compress import Dct, Pipeline, TensorSpec, Threshold
 from flexcomm.kernels import Momentum, TensorPlan
 from flexcomm.kernels.reference.transform import accumulate
-from flexcomm.pieces import Piece, cut
+from flexcomm.sync.shards import TensorShard, shard_tensor
 
 SHAPES = ((), (1,), (7,), (1009,), (5000,), (2, 3), (64, 64), (65, 130), (129, 40), (300, 200), (3, 5, 9), (4, 65, 20))
 RANKS = (1, 2, 3, 7)
@@ -31,9 +31,9 @@ def spec_of(shape: tuple[int, ...], name: str = "x") -> TensorSpec:
     return TensorSpec(name, shape, torch.float32)
 
 
-def pieces_of(spec: TensorSpec, plan: TensorPlan, ranks: int) -> list[Piece]:
+def pieces_of(spec: TensorSpec, plan: TensorPlan, ranks: int) -> list[TensorShard]:
     """The pieces in the order of the tensor, which is not that of the ranks."""
-    dealt = cut(spec, plan, ranks)
+    dealt = shard_tensor(spec, plan, ranks)
     assert len(dealt) == ranks
     return sorted((piece for piece in dealt if piece is not None), key=lambda piece: piece.first)
 
@@ -71,16 +71,16 @@ def test_a_last_row_of_chunks_with_one_row_of_elements_is_not_cut_off() -> None:
 
 def test_ranks_beyond_the_number_of_chunks_get_nothing() -> None:
     spec = spec_of((100, 50))
-    dealt = cut(spec, plan_tensor(spec, flexcomm.demo()), 7)
+    dealt = shard_tensor(spec, plan_tensor(spec, flexcomm.demo()), 7)
     assert sum(piece is not None for piece in dealt) == 2
-    assert cut(spec_of((0,)), plan_tensor(spec_of((0,)), flexcomm.demo()), 3) == [None] * 3
+    assert shard_tensor(spec_of((0,)), plan_tensor(spec_of((0,)), flexcomm.demo()), 3) == [None] * 3
 
 
 def test_small_tensors_are_spread_over_the_ranks_by_their_names() -> None:
     owners = set[int]()
     for number in range(32):
         spec = spec_of((10,), f"bias {number}")
-        dealt = cut(spec, plan_tensor(spec, flexcomm.demo()), 4)
+        dealt = shard_tensor(spec, plan_tensor(spec, flexcomm.demo()), 4)
         owners.update(rank for rank, piece in enumerate(dealt) if piece is not None)
     assert owners == {0, 1, 2, 3}
 

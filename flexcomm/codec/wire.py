@@ -1,8 +1,8 @@
 """The bytes of a bucket: a fixed header, then each tensor's sections. ``docs/wire.md`` is the format's specification.
 
-A sender seals a ``Frame``, a receiver opens one and calls ``find_payload`` or ``check_payload``; they believe nothing:
-what is expected follows from the receiver's own plan, and no size is ever taken from the wire. This file knows neither
-ranks nor mathematics.
+A sender writes a ``BufferHeader``; a receiver checks it and calls ``find_payload`` or ``check_payload``. A receiver
+trusts nothing: what it expects follows from its own plan, and no size is ever taken from the wire. This file knows
+neither ranks nor mathematics.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNMENT",
+    "ENCODED_WRONG",
     "HEADER_NBYTES",
     "HEADER_NWORDS",
-    "NOTHING_FIT",
-    "SENT_LIKE_THAT",
+    "NONFINITE",
     "VERSION",
     "WORD_NBYTES",
-    "Envelope",
-    "Frame",
+    "BufferHeader",
+    "Header",
     "Region",
     "check_payload",
     "find_payload",
@@ -47,8 +47,8 @@ HEADER_NWORDS = HEADER_NBYTES // WORD_NBYTES
 ALIGNMENT = 16
 """A buffer's bytes are a multiple of this, so that rows of gathered buffers stay aligned."""
 
-NOTHING_FIT = 1
-"""The flag of a buffer without payloads, whose sender had NaN or the like."""
+NONFINITE = 1
+"""The flag of a buffer without payloads: its sender had NaN, infinity or a value too large."""
 
 _WORD_BITS = 8 * WORD_NBYTES
 _SCALE_BITS = 16
@@ -59,15 +59,15 @@ _FAULTS = {
     Fault.SCALE: ("scales", "one is negative or not finite"),
     Fault.VALUE: ("values", "one is not finite"),
 }
-SENT_LIKE_THAT = (
+ENCODED_WRONG = (
     "The checksum fits, so it was sent like that: run flexcomm.testing.check_kernels there, or look at its memory."
 )
 """What to do about a payload that contradicts itself."""
 
 
 @dataclass(frozen=True)
-class Envelope:
-    """What sender and receiver must agree on, or know, about a buffer: its header without the checksum."""
+class Header:
+    """The fields of a buffer's header that sender and receiver compare."""
 
     plan: int
     step: int
@@ -141,8 +141,8 @@ def to_words(buffer: Tensor) -> Tensor:
     return buffer.view(-1).view(torch.int32)
 
 
-class Frame:
-    """A buffer's words and its header: views made once, to seal and to open the buffer again and again.
+class BufferHeader:
+    """A buffer's header: views made once, to write and to check it again and again.
 
     Headers are written and read on the host: in the buffer itself, if it is there.
     """
@@ -154,28 +154,30 @@ class Frame:
         self._host = self._header.cpu()
         self._octets = self._host.numpy().view(np.uint8)
 
-    def seal_(self, envelope: Envelope, kernels: Kernels) -> None:
+    def write_(self, header: Header, kernels: Kernels) -> None:
         """Write the header of a buffer whose sections are in place."""
         payload_nbytes = self._nbytes - HEADER_NBYTES
-        self._write(_header_bytes(envelope, payload_nbytes))
-        self._write(_header_bytes(envelope, payload_nbytes, _checksum(self._words, 0, kernels)))
+        self._write(_header_bytes(header, payload_nbytes))
+        self._write(_header_bytes(header, payload_nbytes, _checksum(self._words, 0, kernels)))
 
-    def open(self, sender: str, expected: Envelope, kernels: Kernels) -> Envelope:
-        """Check header and checksum; return what the header announces, of which the count is still to be proven.
+    def check(self, sender: str, expected: Header, kernels: Kernels) -> Header:
+        """Check header and checksum and return the header; its count of entries is still to be compared.
 
-        ``expected.count`` is the number of entries of a plan that fixes it, else -1. A flagged buffer has none.
+        ``expected.count`` is the number of entries of a plan that fixes it, else -1. A nonfinite buffer has none.
         """
         if self._nbytes < HEADER_NBYTES:
             problem = f"{self._nbytes} bytes hold no header of {HEADER_NBYTES}: hand over all bytes it sent."
             raise WireError(sender, "length", problem)
         raw = self._read()
-        header = _Header._make(_HEADER.unpack(raw))
-        received = expected if expected.count >= 0 else replace(expected, count=header.entries)
-        checksum = _checksum(self._words, header.checksum, kernels)
+        raw_header = _RawHeader._make(_HEADER.unpack(raw))
+        received = expected if expected.count >= 0 else replace(expected, count=raw_header.entries)
+        checksum = _checksum(self._words, raw_header.checksum, kernels)
         # One comparison instead of one for every field: what is wrong is looked for only where something is.
         if raw != _header_bytes(received, self._nbytes - HEADER_NBYTES, checksum):
-            _check_header(sender, header, self._nbytes, checksum)
-            received = Envelope(header.plan, header.step, header.sequence, header.entries, header.flags)
+            _check_header(sender, raw_header, self._nbytes, checksum)
+            received = Header(
+                raw_header.plan, raw_header.step, raw_header.sequence, raw_header.entries, raw_header.flags
+            )
             _check_agreement(sender, received, expected)
         return received
 
@@ -190,7 +192,7 @@ class Frame:
         return self._octets.tobytes()
 
 
-class _Header(NamedTuple):
+class _RawHeader(NamedTuple):
     magic: bytes
     version: int
     flags: int
@@ -203,15 +205,15 @@ class _Header(NamedTuple):
     spare: bytes
 
 
-def _header_bytes(envelope: Envelope, payload_nbytes: int, checksum: int = 0) -> bytes:
+def _header_bytes(header: Header, payload_nbytes: int, checksum: int = 0) -> bytes:
     return _HEADER.pack(
         _MAGIC,
         VERSION,
-        envelope.flags,
-        envelope.plan,
-        envelope.step,
-        envelope.sequence,
-        envelope.count,
+        header.flags,
+        header.plan,
+        header.step,
+        header.sequence,
+        header.count,
         payload_nbytes,
         checksum,
         _SPARE,
@@ -231,7 +233,7 @@ def _scattered(word: int, place: int) -> int:
     return word ^ word >> 16
 
 
-def _check_header(sender: str, header: _Header, nbytes: int, checksum: int) -> None:
+def _check_header(sender: str, header: _RawHeader, nbytes: int, checksum: int) -> None:
     """Raise unless this is a whole and undamaged buffer of this release."""
     _require(
         header.magic == _MAGIC,
@@ -269,13 +271,13 @@ def _check_header(sender: str, header: _Header, nbytes: int, checksum: int) -> N
     )
 
 
-def _check_agreement(sender: str, got: Envelope, expected: Envelope) -> None:
+def _check_agreement(sender: str, got: Header, expected: Header) -> None:
     _require(
         got.plan == expected.plan,
         sender,
         "plan hash",
         f"it is {got.plan:016x}, ours is {expected.plan:016x}: its tensors, their names or order, or its compressor "
-        f"differ from ours. Compare what both ranks give to plan_bucket.",
+        f"differ from ours. Compare what both ranks give to plan_buffer.",
     )
     _require(
         got.step == expected.step,
@@ -291,17 +293,17 @@ def _check_agreement(sender: str, got: Envelope, expected: Envelope) -> None:
         f"it is {got.sequence}, ours is {expected.sequence}: make the same calls in the same order on every rank.",
     )
     _require(
-        got.flags in (0, NOTHING_FIT),
+        got.flags in (0, NONFINITE),
         sender,
         "flags",
-        f"they are {got.flags:#06x}, where 0 and {NOTHING_FIT} have a meaning: install one release on every rank.",
+        f"they are {got.flags:#06x}, where 0 and {NONFINITE} have a meaning: install one release on every rank.",
     )
-    count = 0 if got.flags == NOTHING_FIT else expected.count
+    count = 0 if got.flags == NONFINITE else expected.count
     _require(
         count in (-1, got.count),
         sender,
         "count",
-        f"it announces {got.count} entries, the plan has {count}. {SENT_LIKE_THAT}",
+        f"it announces {got.count} entries, the plan has {count}. {ENCODED_WRONG}",
     )
 
 
@@ -329,20 +331,20 @@ def check_payload(words: Tensor, region: Region, payload: Payload, plan: TensorP
     fault = kernels.find_fault(words, payload, plan)
     if fault:
         field, problem = _FAULTS[fault]
-        raise WireError(region.sender, field, f"{problem}. {SENT_LIKE_THAT}")
+        raise WireError(region.sender, field, f"{problem}. {ENCODED_WRONG}")
 
 
 def _read_counts(words: Tensor, region: Region, start: int, plan: TensorPlan, kernels: Kernels) -> Tensor:
     counts = kernels.read_counts(words, plan, start)
     if counts is None:
         problem = f"a chunk of {plan.chunk_numel} is said to hold more entries than that."
-        raise WireError(region.sender, "counts", f"{problem} {SENT_LIKE_THAT}")
+        raise WireError(region.sender, "counts", f"{problem} {ENCODED_WRONG}")
     entries = int(counts.sum())
     _require(
         entries <= plan.keep,
         region.sender,
         "counts",
-        f"they add up to {entries} entries, but at most {plan.keep} can be sent. {SENT_LIKE_THAT}",
+        f"they add up to {entries} entries, but at most {plan.keep} can be sent. {ENCODED_WRONG}",
     )
     return counts
 
@@ -353,7 +355,7 @@ def _check_room(region: Region, start: int, nwords: int) -> None:
         region.sender,
         "length",
         f"a payload of {nwords * WORD_NBYTES} bytes does not fit into what is left of it, "
-        f"{max(0, region.nwords - start) * WORD_NBYTES}. {SENT_LIKE_THAT}",
+        f"{max(0, region.nwords - start) * WORD_NBYTES}. {ENCODED_WRONG}",
     )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.bucket.plans import BucketPlan
+    from flexcomm.codec.plan import BufferPlan
     from flexcomm.kernels import Momentum
 
 __all__ = ["check_momenta", "check_numbers", "check_outputs", "check_tensors"]
@@ -22,7 +22,7 @@ __all__ = ["check_momenta", "check_numbers", "check_outputs", "check_tensors"]
 _NUMBERS = 1 << 64
 
 
-def check_tensors(plan: BucketPlan, tensors: Sequence[Tensor], device: torch.device) -> None:
+def check_tensors(plan: BufferPlan, tensors: Sequence[Tensor], device: torch.device) -> None:
     _check_number_of("tensors", len(tensors), plan)
     for spec, x in zip(plan.specs, tensors, strict=True):
         if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
@@ -33,7 +33,7 @@ def check_tensors(plan: BucketPlan, tensors: Sequence[Tensor], device: torch.dev
         _check_device(spec.name, x, device)
 
 
-def check_momenta(plan: BucketPlan, momenta: Sequence[Momentum], device: torch.device) -> None:
+def check_momenta(plan: BufferPlan, momenta: Sequence[Momentum], device: torch.device) -> None:
     _check_number_of("momenta", len(momenta), plan)
     for spec, one, momentum in zip(plan.specs, plan.plans, momenta, strict=True):
         for state in (momentum.state, momentum.next_state):
@@ -48,7 +48,7 @@ def check_momenta(plan: BucketPlan, momenta: Sequence[Momentum], device: torch.d
             _check_device(f"the state of {spec.name}", state, device)
 
 
-def _check_number_of(what: str, count: int, plan: BucketPlan) -> None:
+def _check_number_of(what: str, count: int, plan: BufferPlan) -> None:
     if count != len(plan.specs):
         raise InvalidTensorError(
             f"the plan is for {len(plan.specs)} tensors, but {count} {what} were given: pass one for each of its specs."
@@ -75,7 +75,7 @@ def _is_countable(number: object) -> bool:
     return not isinstance(number, bool) and isinstance(number, Integral) and 0 <= int(number) < _NUMBERS
 
 
-def check_outputs(plan: BucketPlan, tensors: Sequence[Tensor]) -> None:
+def check_outputs(plan: BufferPlan, tensors: Sequence[Tensor]) -> None:
     for spec, out in zip(plan.specs, tensors, strict=True):
         if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
             raise InvalidTensorError(f"the output {spec.name} is expanded, elements share memory: give it a clone.")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Residuals"]
 
 
-class _Slot(NamedTuple):
+class _State(NamedTuple):
     """A state, and the memory its successor is written to: until a sync has succeeded, nothing is lost."""
 
     state: Tensor
@@ -39,20 +39,20 @@ class Residuals:
         self.decay = decay
         self.gain = gain
         self.alpha = alpha
-        self._slots: dict[str, _Slot] = {}
+        self._states: dict[str, _State] = {}
         self._in_flight: set[str] = set()
         self._new: set[str] = set()
         self._claimed: set[str] = set()
 
     def names(self) -> list[str]:
         """Return the names of all states, in the order they came."""
-        return list(self._slots)
+        return list(self._states)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._slots[name].state
+        return self._states[name].state
 
     def claim(self, names: Iterable[str]) -> None:
-        """Take whole tensors into use until :meth:`release`, whether or not this rank keeps a part of them.
+        """Take whole tensors into use until :meth:`unclaim`, whether or not this rank keeps a part of them.
 
         So a second use is refused on all ranks alike; one that went on alone would wait for the others.
         """
@@ -65,7 +65,7 @@ class Residuals:
             )
         self._claimed.update(names)
 
-    def release(self, names: Iterable[str]) -> None:
+    def unclaim(self, names: Iterable[str]) -> None:
         """Give tensors free again."""
         self._claimed.difference_update(names)
 
@@ -79,54 +79,54 @@ class Residuals:
                 f"{name} is being synchronised with these residuals: wait for the earlier handle first, or use other "
                 f"residuals."
             )
-        slot = self._slots.get(name)
-        if slot is None:
+        entry = self._states.get(name)
+        if entry is None:
             # Not as inference tensors, which no later call could write.
             with torch.inference_mode(False):
-                slot = _Slot(*torch.zeros(2, *plan.state_shape, dtype=torch.float32, device=device))
-            self._slots[name] = slot
+                entry = _State(*torch.zeros(2, *plan.state_shape, dtype=torch.float32, device=device))
+            self._states[name] = entry
             self._new.add(name)
-        elif slot.state.shape != plan.state_shape or slot.state.device != device:
+        elif entry.state.shape != plan.state_shape or entry.state.device != device:
             raise InvalidTensorError(
-                f"the residual of {name} is {list(slot.state.shape)} on {slot.state.device}, but the compressor now "
+                f"the residual of {name} is {list(entry.state.shape)} on {entry.state.device}, but the compressor now "
                 f"needs {list(plan.state_shape)} on {device}: its tensor, compressor or place changed. Use new "
                 f"residuals, or reset these."
             )
         self._in_flight.add(name)
-        return Momentum(slot.state, slot.spare, self.decay, self.gain * share, self.alpha)
+        return Momentum(entry.state, entry.spare, self.decay, self.gain * share, self.alpha)
 
     def commit(self, names: Iterable[str]) -> None:
         """Keep what the encodes of these names left."""
         for name in names:
-            state, spare = self._slots[name]
-            self._slots[name] = _Slot(spare, state)
+            state, spare = self._states[name]
+            self._states[name] = _State(spare, state)
         self._in_flight.difference_update(names)
         self._new.difference_update(names)
 
-    def give_up(self, names: Iterable[str]) -> None:
+    def cancel(self, names: Iterable[str]) -> None:
         """Stay with what was before the encodes of these names."""
         self._in_flight.difference_update(names)
         for name in self._new.intersection(names):
-            del self._slots[name]
+            del self._states[name]
         self._new.difference_update(names)
 
-    def undo(self, names: Iterable[str]) -> None:
+    def rollback(self, names: Iterable[str]) -> None:
         """Go back to what was before the last :meth:`commit` of these names. Not twice: that goes forward again."""
         for name in names:
             if name in self._in_flight:
-                raise InvalidArgumentError(f"{name} was used again since, and cannot go back: undo it before.")
-            state, spare = self._slots[name]
-            self._slots[name] = _Slot(spare, state)
+                raise InvalidArgumentError(f"{name} was used again since, and cannot go back: roll it back before.")
+            state, spare = self._states[name]
+            self._states[name] = _State(spare, state)
 
     def reset(self) -> None:
         """Forget everything."""
         self._require_rest("reset")
-        self._slots.clear()
+        self._states.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the states by name: of this rank's node and part. They are not copies."""
         self._require_rest("saved")
-        return {name: slot.state for name, slot in self._slots.items()}
+        return {name: entry.state for name, entry in self._states.items()}
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace all states by copies of these."""
@@ -137,7 +137,7 @@ class Residuals:
                     f"the residual of {name} is {state.dtype} {list(state.shape)}, but must be torch.float32 of two "
                     f"dims, chunks and their coefficients, as state_dict() returns them."
                 )
-        self._slots = {name: _Slot(*_two_of(state)) for name, state in states.items()}
+        self._states = {name: _State(*_two_of(state)) for name, state in states.items()}
 
     def _require_rest(self, what: str) -> None:
         busy = self._claimed | self._in_flight

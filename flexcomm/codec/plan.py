@@ -1,4 +1,4 @@
-"""What of a bucket follows from shapes: which tensors, what is sent of each, and where it lies in the buffer."""
+"""The layout of a bucket's buffer, which follows from shapes: what is sent of each tensor, and where it lies."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from flexcomm.codec.wire import ALIGNMENT, HEADER_NWORDS, VERSION, WORD_NBYTES, plan_layout
 from flexcomm.compress import Compressor, TensorSpec, dense
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import Layout, Selection, TensorPlan
-from flexcomm.wire import ALIGNMENT, HEADER_NWORDS, VERSION, WORD_NBYTES, plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["BucketPlan", "aligned", "assemble_bucket", "is_dense", "plan_bucket", "plan_tensor"]
+__all__ = ["BufferPlan", "aligned", "assemble_buffer", "is_dense", "plan_buffer", "plan_tensor"]
 
 _TINY_NUMEL = 64
 
 
 @dataclass(frozen=True)
-class BucketPlan:
+class BufferPlan:
     """What follows from names, shapes, dtypes and compressor: equal on every rank, or ``digest`` tells.
 
     ``nbytes`` is the length of every buffer or, of an ``exact`` plan, the greatest length of one; ``layouts`` are those
@@ -63,7 +63,7 @@ class BucketPlan:
         return -1 if self.varies else sum(plan.entries for plan in self.plans)
 
 
-def plan_bucket(specs: Sequence[TensorSpec], compressor: Compressor) -> BucketPlan:
+def plan_buffer(specs: Sequence[TensorSpec], compressor: Compressor) -> BufferPlan:
     """Return how these tensors share a buffer. A tensor that would be longer than if sent whole is sent whole."""
     try:
         hash(compressor)
@@ -77,19 +77,19 @@ def plan_bucket(specs: Sequence[TensorSpec], compressor: Compressor) -> BucketPl
 
 
 @lru_cache(maxsize=1024)
-def _plan_bucket(specs: tuple[TensorSpec, ...], compressor: Compressor) -> BucketPlan:
+def _plan_bucket(specs: tuple[TensorSpec, ...], compressor: Compressor) -> BufferPlan:
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise CompressorError(f"several tensors of one bucket are called {', '.join(twice)}: give each its own name.")
-    return assemble_bucket(specs, tuple(plan_tensor(spec, compressor) for spec in specs))
+    return assemble_buffer(specs, tuple(plan_tensor(spec, compressor) for spec in specs))
 
 
-def assemble_bucket(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> BucketPlan:
+def assemble_buffer(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> BufferPlan:
     """Return how tensors with these plans share a buffer."""
     layouts = tuple(plan_layout(plan, plan.entries) for plan in plans)
     nwords = HEADER_NWORDS + sum(layout.nwords for layout in layouts)
-    return BucketPlan(specs, plans, layouts, aligned(nwords) * WORD_NBYTES, _digest(specs, plans))
+    return BufferPlan(specs, plans, layouts, aligned(nwords) * WORD_NBYTES, _digest(specs, plans))
 
 
 def plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:

@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexcomm.bucket import (
-    Incoming,
-    Outgoing,
+from flexcomm.codec import (
+    Decoder,
+    Encoder,
     decode_bucket_,
-    decode_payloads_,
     encode_bucket_,
-    flag_bucket_,
-    plan_bucket,
+    mark_nonfinite_,
+    plan_buffer,
     regions_of,
 )
+from flexcomm.codec.wire import HEADER_NBYTES
 from flexcomm.compress import (
     Compressor,
     Identity,
@@ -39,7 +39,6 @@ from flexcomm.compress import (
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
 from flexcomm.kernels import Momentum, ReferenceKernels, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels
-from flexcomm.wire import HEADER_NBYTES
 from tests.unit.buckets import SEQUENCE, STEP, Gathered, blank_states, gather, open_, opened, specs_of
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def test_what_the_reference_sends_and_decodes_the_cpu_does_to_the_bit(
         [torch.randn(shape, generator=generator).to(DTYPES[(dtype + i) % 4]) for i, shape in enumerate(shapes)]
         for _ in range(nodes)
     ]
-    plan = plan_bucket(specs_of(tensors[0]), compressor)
+    plan = plan_buffer(specs_of(tensors[0]), compressor)
     states = [[blank_states(plan) for _ in range(nodes)] for _ in range(2)]
     for step in (STEP, STEP + 1):
         one, other = (
@@ -109,7 +108,7 @@ def test_nothing_at_all_is_sent_as_a_header() -> None:
 
 
 def encoded_by_hand(tensors: list[torch.Tensor], states: list[torch.Tensor], compressor: Compressor) -> torch.Tensor:
-    plan = plan_bucket(specs_of(tensors), compressor)
+    plan = plan_buffer(specs_of(tensors), compressor)
     buffer = torch.full((plan.nbytes,), 0xA5, dtype=torch.uint8)
     momenta = [Momentum(state, state) for state in states]
     encode_bucket_(plan, tensors, buffer, step=0, sequence=0, kernels=CPU, momenta=momenta)
@@ -121,7 +120,7 @@ def test_every_unfit_tensor_is_named_and_nothing_is_touched(value: float) -> Non
     tensors = [torch.ones(100), torch.ones(8, 8), torch.ones(()), torch.ones(30)]
     for number in (1, 3):
         tensors[number].view(-1)[-1] = value
-    plan = plan_bucket(specs_of(tensors), top_k(0.1))
+    plan = plan_buffer(specs_of(tensors), top_k(0.1))
     states = [torch.full(one.state_shape, 3.0) for one in plan.plans]
     buffer = torch.full((plan.nbytes,), 0xA5, dtype=torch.uint8)
     momenta = [Momentum(state, state) for state in states]
@@ -132,20 +131,20 @@ def test_every_unfit_tensor_is_named_and_nothing_is_touched(value: float) -> Non
 
 
 @pytest.mark.parametrize("compressor", [demo(), threshold(1.0, capacity=None)], ids=["fixed", "exact"])
-def test_a_sender_with_nothing_fit_to_send_is_named_and_nothing_is_written(compressor: Compressor) -> None:
+def test_a_sender_with_nonfinite_values_is_named_and_nothing_is_written(compressor: Compressor) -> None:
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     sent = gather(compressor, [[x], [x]], CPU)
     flag = torch.empty(sent.plan.nbytes, dtype=torch.uint8)
-    used = flag_bucket_(sent.plan, flag, step=STEP, sequence=SEQUENCE, kernels=CPU)
+    used = mark_nonfinite_(sent.plan, flag, step=STEP, sequence=SEQUENCE, kernels=CPU)
     mixed = Gathered(sent.plan, torch.cat((sent.buffer[: sent.nbytes[0]], flag[:used])), [sent.nbytes[0], used])
     out = torch.full((5000,), 7.0)
-    with pytest.raises(NonFiniteError, match="node 1 had nothing fit to send"):
+    with pytest.raises(NonFiniteError, match="node 1 had NaN, infinity"):
         open_(mixed, [out], CPU)
     assert bool((out == 7.0).all())
 
 
 def test_a_broken_state_is_named() -> None:
-    state = torch.full(plan_bucket(specs_of([torch.ones(64)]), top_k(0.1)).plans[0].state_shape, math.nan)
+    state = torch.full(plan_buffer(specs_of([torch.ones(64)]), top_k(0.1)).plans[0].state_shape, math.nan)
     with pytest.raises(NonFiniteError, match="state kept for t0"):
         encoded_by_hand([torch.ones(64)], [state], top_k(0.1))
 
@@ -175,23 +174,23 @@ def test_tensors_the_plan_is_not_for_are_refused(tensors: list[torch.Tensor], wo
 def test_tensors_of_one_name_are_refused_by_name() -> None:
     specs = tuple(TensorSpec(name, (4,), torch.float32) for name in ("a", "b", "a", "c", "b"))
     with pytest.raises(CompressorError, match="called a, b:"):
-        plan_bucket(specs, dense())
+        plan_buffer(specs, dense())
 
 
 def test_a_tensor_that_would_grow_is_sent_whole() -> None:
     specs = (TensorSpec("tiny", (3,), torch.bfloat16), TensorSpec("large", (4096,), torch.float32))
-    tiny, large = plan_bucket(specs, top_k(0.99, "fp32")).plans
+    tiny, large = plan_buffer(specs, top_k(0.99, "fp32")).plans
     assert tiny == dense().plan(specs[0])
-    assert plan_bucket(specs, demo(k=60, values="fp32")).plans[0] == tiny
+    assert plan_buffer(specs, demo(k=60, values="fp32")).plans[0] == tiny
     assert large == dense().plan(specs[1])
-    assert plan_bucket(specs, top_k(0.9)).plans[1] == top_k(0.9).plan(specs[1])
+    assert plan_buffer(specs, top_k(0.9)).plans[1] == top_k(0.9).plan(specs[1])
 
 
 def test_a_dtype_that_was_asked_for_is_used() -> None:
     specs = [TensorSpec(str(dtype), shape, dtype) for dtype in DTYPES for shape in ((), (3,), (5000,))]
-    wide = plan_bucket([specs[number]._replace(name=f"{number}") for number, _ in enumerate(specs)], dense(DTYPES[0]))
+    wide = plan_buffer([specs[number]._replace(name=f"{number}") for number, _ in enumerate(specs)], dense(DTYPES[0]))
     assert {plan.values for plan in wide.plans} == {ValueCode.FP32}
-    assert plan_bucket([TensorSpec("x", (5000,), torch.bfloat16)], dense(torch.float32)).nbytes == HEADER_NBYTES + 20000
+    assert plan_buffer([TensorSpec("x", (5000,), torch.bfloat16)], dense(torch.float32)).nbytes == HEADER_NBYTES + 20000
     x = torch.arange(100.0).bfloat16()
     state = torch.full((1, 100), 2.0**-20)
     gathered = gather(dense(torch.float32), [[x]], CPU, [[state]])
@@ -202,17 +201,17 @@ def test_a_dtype_that_was_asked_for_is_used() -> None:
 def test_a_scale_that_costs_more_than_the_elements_is_not_sent() -> None:
     scalar = TensorSpec("scalar", (), torch.bfloat16)
     for compressor in (sign(), dense(values="int8")):
-        assert plan_bucket([scalar], compressor).plans[0] == dense().plan(scalar)
+        assert plan_buffer([scalar], compressor).plans[0] == dense().plan(scalar)
 
 
 def test_specs_may_be_any_sequence() -> None:
     specs = specs_of([torch.ones(3, 4), torch.ones(5)])
-    expected = plan_bucket(specs, top_k(0.1))
-    assert plan_bucket(list(specs), top_k(0.1)) is expected
+    expected = plan_buffer(specs, top_k(0.1))
+    assert plan_buffer(list(specs), top_k(0.1)) is expected
     lists = [spec._replace(shape=list(spec.shape)) for spec in specs]  # type: ignore[arg-type]
-    assert plan_bucket(lists, top_k(0.1)) is expected
+    assert plan_buffer(lists, top_k(0.1)) is expected
     sizes = [spec._replace(shape=torch.Size(spec.shape)) for spec in specs]
-    assert plan_bucket(sizes, top_k(0.1)).digest == expected.digest
+    assert plan_buffer(sizes, top_k(0.1)).digest == expected.digest
 
 
 def test_a_compressor_that_cannot_be_hashed_is_told_how_to_be() -> None:
@@ -226,22 +225,22 @@ def test_a_compressor_that_cannot_be_hashed_is_told_how_to_be() -> None:
     with pytest.raises(
         CompressorError, match=r"Mutable\(rate=0.1\) cannot be hashed.*Mutable a dataclass\(frozen=True"
     ):
-        plan_bucket(specs_of([X]), Mutable(0.1))  # type: ignore[arg-type]
+        plan_buffer(specs_of([X]), Mutable(0.1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "dtype", "order", "compressor"])
 def test_the_digest_tells_plans_apart(change: str) -> None:
     a, b = TensorSpec("a", (40, 4), torch.float32), TensorSpec("b", (160,), torch.float32)
-    one = plan_bucket((a, b), top_k(0.1))
+    one = plan_buffer((a, b), top_k(0.1))
     other = {
-        "name": lambda: plan_bucket((a._replace(name="c"), b), top_k(0.1)),
-        "shape": lambda: plan_bucket((a._replace(shape=(4, 40)), b), top_k(0.1)),
-        "dtype": lambda: plan_bucket((a._replace(dtype=torch.bfloat16), b), top_k(0.1)),
-        "order": lambda: plan_bucket((b, a), top_k(0.1)),
-        "compressor": lambda: plan_bucket((a, b), top_k(0.1, "fp16")),
+        "name": lambda: plan_buffer((a._replace(name="c"), b), top_k(0.1)),
+        "shape": lambda: plan_buffer((a._replace(shape=(4, 40)), b), top_k(0.1)),
+        "dtype": lambda: plan_buffer((a._replace(dtype=torch.bfloat16), b), top_k(0.1)),
+        "order": lambda: plan_buffer((b, a), top_k(0.1)),
+        "compressor": lambda: plan_buffer((a, b), top_k(0.1, "fp16")),
     }[change]()
     assert one.digest != other.digest
-    assert one.digest == plan_bucket((TensorSpec("a", (40, 4), torch.float32), b), top_k(0.1)).digest
+    assert one.digest == plan_buffer((TensorSpec("a", (40, 4), torch.float32), b), top_k(0.1)).digest
 
 
 def test_buffers_of_an_exact_plan_are_as_long_as_what_they_hold() -> None:
@@ -282,7 +281,7 @@ def test_contributors_count_only_where_they_sent(kernels: ReferenceKernels) -> N
 def test_what_exceeds_the_capacity_spills_and_the_largest_are_sent(kernels: ReferenceKernels) -> None:
     x = torch.exp2(torch.arange(160) % 40 / 4.0) * torch.where(torch.arange(160) % 3 == 0, -1.0, 1.0)
     compressor = threshold(2.0, capacity=1 / 10, values="fp32")
-    state = torch.zeros(plan_bucket(specs_of([x]), compressor).plans[0].state_shape)
+    state = torch.zeros(plan_buffer(specs_of([x]), compressor).plans[0].state_shape)
     out = opened(gather(compressor, [[x]], kernels, [[state]]), kernels)[0]
     largest = x.abs() >= x.abs().sort(descending=True).values[15]
     assert torch.equal(out, torch.where(largest, x, 0.0))
@@ -299,7 +298,7 @@ def test_a_constant_tensor_is_sent_by_its_capacity_until_all_was_sent(kernels: K
     """Of equals those of the first chunks and lowest indices go first, so that none waits for ever."""
     n = 350
     compressor = Pipeline(Identity(chunk), Threshold(1.0, capacity=keep / n), "fp32")
-    state = torch.zeros(plan_bucket(specs_of([torch.ones(n)]), compressor).plans[0].state_shape)
+    state = torch.zeros(plan_buffer(specs_of([torch.ones(n)]), compressor).plans[0].state_shape)
     sent = torch.zeros(n)
     for step in range(math.ceil(n / keep)):
         x = torch.full((n,), -3.0 if step == 0 else 0.0)
@@ -326,7 +325,7 @@ def test_what_is_above_the_edge_is_sent_before_what_is_at_it(kernels: Kernels) -
 def test_a_broken_state_is_found_whatever_the_capacity(kernels: Kernels, many: int, capacity: float | None) -> None:
     for values, broken in itertools.product(VALUES, (math.nan, -math.nan, math.inf, -math.inf)):
         compressor = Pipeline(Identity(50), Threshold(1.0, capacity), values)  # type: ignore[arg-type]
-        state = torch.zeros(plan_bucket(specs_of([torch.ones(400)]), compressor).plans[0].state_shape)
+        state = torch.zeros(plan_buffer(specs_of([torch.ones(400)]), compressor).plans[0].state_shape)
         state.view(-1)[-many:] = broken
         with pytest.raises(NonFiniteError, match=r"state kept for t0.*zero them all, or load them"):
             gather(compressor, [[torch.ones(400)]], kernels, [[state]])
@@ -366,7 +365,7 @@ MISUSES = {
 
 @pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
 def test_what_cannot_be_encoded_is_refused_before_anything_changes(misuse: dict[str, object]) -> None:
-    plan = plan_bucket(specs_of([X]), top_k(0.1))
+    plan = plan_buffer(specs_of([X]), top_k(0.1))
     buffer = misuse.get("buffer", torch.zeros(plan.nbytes, dtype=torch.uint8))
     state = misuse.get("state", torch.zeros(1, 4096))
     momenta = [Momentum(state, state)] * misuse.get("momenta", 1)
@@ -378,7 +377,7 @@ def test_what_cannot_be_encoded_is_refused_before_anything_changes(misuse: dict[
 
 @pytest.mark.parametrize("what", ["t0", "the buffer", "the state of t0"])
 def test_a_bucket_is_on_one_device(what: str) -> None:
-    plan, device = plan_bucket(specs_of([X]), top_k(0.1)), {what: "meta"}
+    plan, device = plan_buffer(specs_of([X]), top_k(0.1)), {what: "meta"}
     buffer = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device.get("the buffer"))
     state = torch.zeros(1, 4096, device=device.get("the state of t0"))
     x = X.to(device.get("t0", "cpu"))
@@ -433,7 +432,7 @@ def test_a_plan_for_another_size_is_refused() -> None:
             return top_k(0.1).plan(tensor._replace(shape=(100_000,)))
 
     with pytest.raises(CompressorError, match="cover the tensor exactly"):
-        plan_bucket(specs_of([X]), Elsewhere())
+        plan_buffer(specs_of([X]), Elsewhere())
 
 
 def test_outputs_that_cannot_be_written_are_refused_before_the_first_is() -> None:
@@ -454,19 +453,20 @@ def test_lengths_that_no_buffer_has_are_refused(nbytes: int) -> None:
 
 @pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda one: one.name)
 @pytest.mark.parametrize("compressor", [demo(k=2, chunk=8), random_k(0.5), threshold(1.0)], ids=str)
-def test_prepared_buffers_are_filled_and_opened_again_and_again(compressor: Compressor, kernels: Kernels) -> None:
+def test_encoders_and_decoders_are_used_again_and_again(compressor: Compressor, kernels: Kernels) -> None:
     shapes, nodes = ((9, 17), (0,), (300,)), 2
-    plan = plan_bucket(specs_of([torch.empty(shape) for shape in shapes]), compressor)
+    plan = plan_buffer(specs_of([torch.empty(shape) for shape in shapes]), compressor)
     memory = torch.empty(nodes, plan.nbytes, dtype=torch.uint8)
-    outgoing = [Outgoing(plan, row, kernels) for row in memory]
-    incoming = Incoming(plan, memory, regions_of(["node 0", "node 1"], [plan.nbytes] * nodes), kernels)
+    encoders = [Encoder(plan, row, kernels) for row in memory]
+    decoder = Decoder(plan, memory, regions_of(["node 0", "node 1"], [plan.nbytes] * nodes), kernels)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         tensors = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(nodes)]
-        for one, xs in zip(outgoing, tensors, strict=True):
+        for one, xs in zip(encoders, tensors, strict=True):
             one.encode_(xs, [Momentum()] * len(xs), step=step, sequence=SEQUENCE)
         outs = [torch.full(shape, torch.nan) for shape in shapes]
-        decode_payloads_(plan, incoming.open(step=step, sequence=SEQUENCE), outs, step=step, average="nodes")
+        assert decoder.verify(step=step, sequence=SEQUENCE) == []
+        decoder.decode_(outs, step=step, average="nodes")
         fresh = gather(compressor, tensors, kernels, step=step)
         assert torch.equal(memory.view(-1), fresh.buffer)
         assert all(torch.equal(out, other) for out, other in zip(outs, opened(fresh, kernels, step=step), strict=True))

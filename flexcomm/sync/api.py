@@ -1,0 +1,339 @@
+"""The verbs: average tensors over all ranks, in full inside a node, compressed between nodes."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from flexcomm.compress import TensorSpec
+from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
+from flexcomm.sync.engine import SyncCall, engine_of
+from flexcomm.sync.outputs import check_outputs
+from flexcomm.sync.plan import AlgorithmOption, NonFinitePolicy, SyncPlan, SyncSettings
+from flexcomm.world import World, default_world
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flexcomm.compress import Compressor
+    from flexcomm.kernels import Average
+    from flexcomm.stats import SyncRecord
+    from flexcomm.sync.residuals import Residuals
+    from flexcomm.sync.shards import TensorShard
+
+__all__ = [
+    "BUCKET_BYTES",
+    "SyncHandle",
+    "hierarchical_sync",
+    "plan_sync",
+    "shards_held",
+    "start_exchange",
+    "start_sync",
+]
+
+BUCKET_BYTES = 16 << 20
+"""Dense bytes of a bucket. docs/benchmarks.md shows what other sizes cost."""
+
+_SHARD_NAME = re.compile(r"\[\d+:\d+\]$")
+
+T = TypeVar("T", Tensor, list[Tensor])
+
+
+def hierarchical_sync(
+    tensors: T,
+    compressor: Compressor,
+    *,
+    world: World | None = None,
+    residuals: Residuals | None = None,
+    names: Sequence[str] | None = None,
+    step: int | None = None,
+    average: Average = "nodes",
+    algorithm: AlgorithmOption = "auto",
+    nonfinite: NonFinitePolicy = "raise",
+    bucket_bytes: int | None = BUCKET_BYTES,
+    out: Tensor | Sequence[Tensor] | None = None,
+) -> T:
+    """Return the average of every rank's tensor, or tensors, as far as ``compressor`` sends it between nodes.
+
+    All ranks call it with equal shapes, dtypes and arguments, and hold the same bits afterwards. The inputs are not
+    changed; a call that raises changes nothing at all.
+
+    Args:
+        tensors: a tensor, or a list of them on one device.
+        compressor: what is sent between nodes, such as ``flexcomm.demo(k=32)``; see docs/compressors.md.
+        world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
+        residuals: keeps what was not sent and adds it to the next call (error feedback).
+        names: what tensors are called in residuals and messages; their positions, if not given.
+        step: which coordinates random and striding compressors send; calls are counted, if not given.
+        average: divide by the number of ``"nodes"``, or coefficient by coefficient by that of ``"contributors"``, the
+            nodes that sent it.
+        algorithm: how buckets cross between nodes; ``"auto"`` takes the one that sends the fewest bytes.
+        nonfinite: what NaN, infinity or a magnitude of 2**100 on any rank does on all ranks: ``"raise"``; ``"skip"``
+            the call, so that outputs are zero and residuals stay; or count as ``"zero"``.
+        bucket_bytes: dense bytes of the tensors that travel together in one collective; None: all tensors of a dtype.
+        out: where the averages are written, instead of new tensors: shaped as the inputs, contiguous, in memory of
+            their own.
+
+    Raises:
+        ConfigMismatchError: ranks passed different tensors or arguments; it names them.
+        NonFiniteError: a rank had NaN, infinity or a magnitude of 2**100 or more.
+        WireError: a payload was damaged; it names the sender.
+        TransportError: a rank is gone or did not answer within the world's ``timeout_s``.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> residuals = flexcomm.Residuals()
+        >>> with flexcomm.connect() as world:
+        ...     x = torch.arange(8.0)
+        ...     flexcomm.hierarchical_sync(x, flexcomm.top_k(1 / 4), world=world, residuals=residuals)
+        tensor([0., 0., 0., 0., 0., 0., 6., 7.])
+
+    """
+    return start_sync(
+        tensors,
+        compressor,
+        world=world,
+        residuals=residuals,
+        names=names,
+        step=step,
+        average=average,
+        algorithm=algorithm,
+        nonfinite=nonfinite,
+        bucket_bytes=bucket_bytes,
+        out=out,
+    ).wait()
+
+
+def start_sync(
+    tensors: T,
+    compressor: Compressor,
+    *,
+    world: World | None = None,
+    residuals: Residuals | None = None,
+    names: Sequence[str] | None = None,
+    step: int | None = None,
+    average: Average = "nodes",
+    algorithm: AlgorithmOption = "auto",
+    nonfinite: NonFinitePolicy = "raise",
+    bucket_bytes: int | None = BUCKET_BYTES,
+    out: Tensor | Sequence[Tensor] | None = None,
+) -> SyncHandle[T]:
+    """Start :func:`hierarchical_sync`, which explains the arguments, and return a handle.
+
+    It returns when all buckets are on their way between nodes: compute, then ``handle.wait()``.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> with flexcomm.connect() as world:
+        ...     handle = flexcomm.start_sync(torch.ones(3), flexcomm.dense(), world=world)
+        ...     handle.wait()
+        tensor([1., 1., 1.])
+
+    """
+    world = world or default_world()
+    return _start(
+        world, True, tensors, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out
+    )
+
+
+def start_exchange(
+    shards: T,
+    compressor: Compressor,
+    *,
+    world: World | None = None,
+    residuals: Residuals | None = None,
+    names: Sequence[str] | None = None,
+    step: int | None = None,
+    average: Average = "nodes",
+    algorithm: AlgorithmOption = "auto",
+    nonfinite: NonFinitePolicy = "raise",
+    bucket_bytes: int | None = BUCKET_BYTES,
+    out: Tensor | Sequence[Tensor] | None = None,
+) -> SyncHandle[T]:
+    """Start the inter-node leg alone: for shards that were averaged inside the node before, as FSDP does.
+
+    The arguments are those of :func:`hierarchical_sync`. Ranks of equal local rank pass equal shapes; the ranks of a
+    node may hold unequal ones. Only the former agree on what is done about nonfinite values.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> with flexcomm.connect() as world:
+        ...     flexcomm.start_exchange(torch.ones(3), flexcomm.dense(), world=world).wait()
+        tensor([1., 1., 1.])
+
+    """
+    world = world or default_world()
+    return _start(
+        world, False, shards, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out
+    )
+
+
+def plan_sync(
+    tensors: list[Tensor],
+    compressor: Compressor,
+    *,
+    all_ranks: bool,
+    world: World,
+    names: Sequence[str] | None = None,
+    average: Average = "nodes",
+    algorithm: AlgorithmOption = "auto",
+    nonfinite: NonFinitePolicy = "raise",
+    bucket_bytes: int | None = BUCKET_BYTES,
+    has_residuals: bool = True,
+) -> SyncPlan:
+    """Return what follows from shapes and arguments; sends nothing, and later calls with the same use the same plan.
+
+    Args:
+        tensors: what will be synchronised; only shapes, dtypes and the device matter.
+        compressor: what is sent between nodes.
+        all_ranks: True for :func:`start_sync`, False for :func:`start_exchange`.
+        world: the ranks.
+        names: what tensors are called; their positions, if not given.
+        average: as for :func:`hierarchical_sync`, like the arguments below.
+        algorithm: how buckets cross between nodes.
+        nonfinite: what NaN and infinity do.
+        bucket_bytes: dense bytes of a bucket.
+        has_residuals: whether the call will have residuals.
+
+    """
+    engine = engine_of(world)
+    settings = (compressor, average, algorithm, nonfinite, bucket_bytes, has_residuals)
+    plain_names = None if names is None else tuple(names)
+    shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
+    key = (shapes, dtypes, frozenset([x.device for x in tensors]), plain_names, settings, all_ranks)
+    try:
+        plan = engine.plans.get(key)
+    except TypeError as error:
+        raise CompressorError(
+            f"{compressor!r} cannot be hashed ({error}): make it a frozen dataclass, so that its plans can be kept."
+        ) from error
+    if plan is None:
+        topology, intra = world.topology, world.intra if all_ranks else engine.node_of_one
+        groups = topology.inter_groups if all_ranks else [topology.inter_groups[topology.local_rank]]
+        rank_names = [[f"rank {rank} (node {node})" for node, rank in enumerate(group)] for group in groups]
+        plan = SyncPlan(
+            SyncSettings(_specs_of(tensors, plain_names), *settings),
+            _device_of(tensors),
+            world.inter.size,
+            intra.size,
+            intra.rank,
+            all_ranks,
+            rank_names,
+        )
+        engine.remember(key, plan)
+    return plan
+
+
+def shards_held(plan: SyncPlan) -> list[TensorShard | None]:
+    """Return, for each tensor of a plan, the shard whose state this rank's residuals hold; None if they hold none.
+
+    The state of a shard is called ``shard.spec.name`` and is float32 of ``shard.plan.state_shape``.
+    """
+    held: list[TensorShard | None] = [None] * len(plan.names)
+    for bucket in plan.buckets:
+        for number, shard in zip(bucket.numbers[plan.rank], bucket.shards[plan.rank], strict=True):
+            held[number] = shard
+    return held
+
+
+class SyncHandle(Generic[T]):
+    """A synchronisation under way. Handles of a world are finished in the order they were started."""
+
+    def __init__(self, call: SyncCall, result: T) -> None:
+        self._call = call
+        self._result: T = result
+
+    def wait(self) -> T:
+        """Return the averages; calling again returns them again. Raises what went wrong, every time."""
+        self._call.engine.finish_up_to(self._call)
+        self._call.check()
+        return self._result
+
+    def done(self) -> bool:
+        """Return whether what was sent between nodes has arrived: then ``wait`` has the rest to do."""
+        return self._call.has_arrived()
+
+    def rollback(self) -> None:
+        """Take back what this call did to its residuals, if it did, before another call uses them.
+
+        For a step of several calls, one of which failed. All ranks do it, or none.
+        """
+        self._call.rollback()
+
+    @property
+    def record(self) -> SyncRecord:
+        """What it cost so far."""
+        return self._call.record
+
+
+def _start(
+    world: World,
+    all_ranks: bool,
+    tensors: T,
+    compressor: Compressor,
+    residuals: Residuals | None,
+    names: Sequence[str] | None,
+    step: int | None,
+    average: Average,
+    algorithm: AlgorithmOption,
+    nonfinite: NonFinitePolicy,
+    bucket_bytes: int | None,
+    out: Tensor | Sequence[Tensor] | None,
+) -> SyncHandle[T]:
+    single = isinstance(tensors, Tensor)
+    xs = cast("list[Tensor]", [tensors] if single else list(tensors))
+    plan = plan_sync(
+        xs,
+        compressor,
+        all_ranks=all_ranks,
+        world=world,
+        names=names,
+        average=average,
+        algorithm=algorithm,
+        nonfinite=nonfinite,
+        bucket_bytes=bucket_bytes,
+        has_residuals=residuals is not None,
+    )
+    if out is None:
+        outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
+    else:
+        outputs = [out] if isinstance(out, Tensor) else list(out)
+        check_outputs(xs, outputs, plan.names)
+    call = SyncCall(world, plan, xs, outputs, residuals, step)
+    call.start()
+    return SyncHandle(call, cast("T", outputs[0] if single else outputs))
+
+
+def _specs_of(tensors: list[Tensor], names: tuple[str, ...] | None) -> tuple[TensorSpec, ...]:
+    if names is None:
+        names = tuple(str(number) for number in range(len(tensors)))
+    if len(names) != len(tensors) or len(set(names)) != len(names) or not all(isinstance(one, str) for one in names):
+        raise InvalidArgumentError(
+            f"{len(tensors)} tensors need as many names, all different strings, but got {list(names)}: pass one for "
+            f"each."
+        )
+    taken = [name for name in names if _SHARD_NAME.search(name)]
+    if taken:
+        raise InvalidArgumentError(
+            f"{', '.join(taken)}: names that end in [number:number] stand for shards of tensors; choose others."
+        )
+    return tuple(TensorSpec(name, tuple(x.shape), x.dtype) for name, x in zip(names, tensors, strict=True))
+
+
+def _device_of(tensors: list[Tensor]) -> torch.device:
+    devices = {x.device for x in tensors}
+    if len(devices) > 1:
+        raise InvalidTensorError(
+            f"the tensors of one call are on {', '.join(sorted(map(str, devices)))}: move them to one device, or call "
+            f"once for each."
+        )
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type not in ("cpu", "cuda") or any(x.layout is not torch.strided for x in tensors):
+        raise InvalidTensorError(
+            f"tensors are on {device}, with layouts {', '.join(sorted({str(x.layout) for x in tensors}))}: make them "
+            f"dense tensors on cpu or cuda."
+        )
+    return device

@@ -1,0 +1,195 @@
+"""Two-phase exchange: every node averages one part of the bucket, then all nodes gather the averages.
+
+With many nodes less is sent than by gathering everything, as long as what they select coincides enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flexcomm.codec import BufferPlan, Decoder, Encoder, assemble_buffer
+from flexcomm.compress import TensorSpec
+from flexcomm.errors import WireError
+from flexcomm.kernels import Momentum, Selection, TensorPlan, ValueCode
+from flexcomm.sync.algorithms import Collective, FailedExchange, Steps, decoder_for, encode_
+from flexcomm.sync.shards import TensorShard, shard_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flexcomm.sync.algorithms import Received
+    from flexcomm.sync.bucket import BucketContext
+
+__all__ = ["can_take_two_phases", "plan_two_phase", "two_phase"]
+
+
+class NodePart(NamedTuple):
+    """The part of a bucket that one node averages: shards of shards, with the plans of both phases.
+
+    ``sent`` is the plan of the buffers that all nodes send it, ``coefficients`` of the same seen as flat chunks, which
+    are not transformed back; ``averaged`` of the averages it sends on, and ``restored`` of the same as the elements
+    they stand for.
+    """
+
+    numbers: tuple[int, ...]
+    shards: tuple[TensorShard, ...]
+    sent: BufferPlan
+    coefficients: BufferPlan
+    averaged: BufferPlan
+    restored: BufferPlan
+
+
+class TwoPhasePlan(NamedTuple):
+    """The parts of all nodes, and the greatest length of a buffer of averages."""
+
+    parts: list[NodePart]
+    averaged_nbytes: int
+
+
+@lru_cache(maxsize=1024)
+def plan_two_phase(shards: tuple[TensorShard, ...], nodes: int) -> TwoPhasePlan:
+    """Return which part of a rank's shards each node averages."""
+    by_node: list[list[tuple[int, TensorShard]]] = [[] for _ in range(nodes)]
+    for number, shard in enumerate(shards):
+        for node, part in enumerate(shard_tensor(shard.spec, shard.plan, nodes)):
+            if part is not None:
+                by_node[node].append((number, part))
+    parts = [_plan_part(numbered, nodes) for numbered in by_node]
+    return TwoPhasePlan(parts, max(part.averaged.nbytes for part in parts))
+
+
+def _plan_part(numbered: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
+    shards = tuple(shard for _, shard in numbered)
+    specs, plans = tuple(shard.spec for shard in shards), tuple(shard.plan for shard in shards)
+    flat_specs = tuple(
+        TensorSpec(f"{shard.spec.name} averaged", (shard.plan.chunks * shard.plan.chunk_numel,), torch.float32)
+        for shard in shards
+    )
+    unions = tuple(_union_plan(plan, nodes) for plan in plans)
+    return NodePart(
+        tuple(number for number, _ in numbered),
+        shards,
+        assemble_buffer(specs, plans),
+        assemble_buffer(flat_specs, tuple(map(_flat_plan, plans))),
+        assemble_buffer(flat_specs, tuple(map(_flat_plan, unions))),
+        assemble_buffer(specs, unions),
+    )
+
+
+def _union_plan(plan: TensorPlan, nodes: int) -> TensorPlan:
+    """Return a plan that sends, in full precision, all coefficients that any node may have sent."""
+    keep = min(plan.keep * nodes, plan.chunk_numel)
+    selection = Selection.EVERYTHING if keep == plan.chunk_numel else Selection.LARGEST
+    return replace(plan, selection=selection, keep=keep, values=ValueCode.FP32)
+
+
+def _flat_plan(plan: TensorPlan) -> TensorPlan:
+    """Return the plan for coefficients as they are, chunk by chunk. Its payloads look the same."""
+    numel = plan.chunks * plan.chunk_numel
+    return replace(plan, rows=1, cols=numel, chunk_rows=1, chunk_cols=plan.chunk_numel, transformed=False)
+
+
+def can_take_two_phases(plan: BufferPlan) -> bool:
+    """Return whether what is sent of a chunk depends on that chunk alone, so that parts send what wholes would."""
+    return all(one.selection in (Selection.LARGEST, Selection.EVERYTHING) for one in plan.plans)
+
+
+class _Phases(NamedTuple):
+    """The buffers of both phases: encoders for every node's part, and what this node receives and averages."""
+
+    encoders: list[Encoder]
+    received: Tensor
+    decoder: Decoder
+    coefficients: list[Tensor]
+    averages: Tensor
+    averages_encoder: Encoder
+    averaged: GatheredAverages
+
+
+@dataclass(frozen=True)
+class GatheredAverages:
+    """The averages of all parts, each from the node that computed it."""
+
+    plan: TwoPhasePlan
+    gathered: Tensor
+    decoders: list[Decoder]
+
+    def verify(self, ctx: BucketContext) -> list[str]:
+        return [sender for one in self.decoders for sender in one.verify(step=ctx.step, sequence=ctx.sequence)]
+
+    def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
+        for part, decoder in zip(self.plan.parts, self.decoders, strict=True):
+            views = [shard.of(outputs[number]) for number, shard in zip(part.numbers, part.shards, strict=True)]
+            decoder.decode_(views, step=ctx.step, average="nodes")
+
+
+def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
+    """Send every node its part, average what came for this node's part, and all-gather the averages."""
+    plan, mine = plan_two_phase(ctx.shards, ctx.nodes), ctx.inter.rank
+    own, phases = plan.parts[mine], ctx.buffers.get("two phases", lambda: _make_phases(ctx, plan))
+    for part, encoder in zip(plan.parts, phases.encoders, strict=True):
+        numbered = list(zip(part.numbers, part.shards, strict=True))
+        inputs = [one.of(shard[number]) for number, one in numbered]
+        encode_(ctx, encoder, inputs, [_state_of(ctx.states[number], one) for number, one in numbered])
+    sends = [(node, encoder.buffer) for node, encoder in enumerate(phases.encoders)]
+    sent = sum(buffer.numel() for node, buffer in sends if node != mine)
+    ctx.record.payload_bytes += sent + own.sent.nbytes
+    start = partial(ctx.inter.send_recv, sends, list(enumerate(phases.received)))
+    yield Collective("exchange", start, sent, (ctx.nodes - 1) * own.sent.nbytes)
+    failure = _average_own_part(ctx, phases)
+    others = (ctx.nodes - 1) * plan.averaged_nbytes
+    gathered = phases.averaged.gathered
+    yield Collective("exchange", partial(ctx.inter.all_gather, phases.averages, gathered), others, others)
+    return phases.averaged if failure is None else FailedExchange(failure)
+
+
+def _make_phases(ctx: BucketContext, plan: TwoPhasePlan) -> _Phases:
+    allocate, nodes, own = ctx.buffers.allocate, ctx.nodes, plan.parts[ctx.inter.rank]
+    received = allocate(nodes, own.sent.nbytes)
+    averages, gathered = allocate(plan.averaged_nbytes), allocate(nodes, plan.averaged_nbytes)
+    return _Phases(
+        [Encoder(part.sent, allocate(part.sent.nbytes), ctx.kernels) for part in plan.parts],
+        received,
+        decoder_for(ctx, own.sent, received, ctx.senders, own.coefficients),
+        [allocate(*spec.shape, dtype=torch.float32) for spec in own.coefficients.specs],
+        averages,
+        Encoder(own.averaged, averages[: own.averaged.nbytes], ctx.kernels),
+        GatheredAverages(
+            plan,
+            gathered,
+            [
+                decoder_for(ctx, part.averaged, row[: part.averaged.nbytes], [sender], part.restored)
+                for part, row, sender in zip(plan.parts, gathered, ctx.senders, strict=True)
+            ],
+        ),
+    )
+
+
+def _state_of(momentum: Momentum, shard: TensorShard) -> Momentum:
+    state, next_state = (None if one is None else shard.state_of(one) for one in (momentum.state, momentum.next_state))
+    return momentum._replace(state=state, next_state=next_state)
+
+
+def _average_own_part(ctx: BucketContext, phases: _Phases) -> WireError | None:
+    """Average what the nodes sent of this node's part, and encode the averages.
+
+    If that fails, the buffer is marked as that of a rank with nothing to send, for the other nodes wait for it; the
+    error is returned.
+    """
+    failure, nonfinite = None, []
+    with ctx.record.time("decode"):
+        try:
+            nonfinite = phases.decoder.verify(step=ctx.step, sequence=ctx.sequence)
+        except WireError as error:
+            failure, nonfinite = error, [str(error)]
+        if not nonfinite:
+            phases.decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.average)
+    ctx.nonfinite = ctx.nonfinite or ", ".join(nonfinite)
+    encode_(ctx, phases.averages_encoder, phases.coefficients, [Momentum()] * len(phases.coefficients))
+    return failure
