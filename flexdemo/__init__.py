@@ -2,12 +2,10 @@
 
 from flexdemo.accumulated import AccumAdam
 from flexdemo.adamw import FlexDeMoAdamW
-from flexdemo.ddp import CompressionState, attach_to_ddp, compression_hook
+from flexdemo.checkpoint.files import load_checkpoint, save_checkpoint
 from flexdemo.decentralized import ConsensusControl, DecentralizedAdam, DecentralizedOptimizer
-from flexdemo.files import load_checkpoint, save_checkpoint
-from flexdemo.fsdp import attach_to_fsdp
-from flexdemo.hook_handle import HookHandle
-from flexdemo.optimizer import FlexDeMo
+from flexdemo.flexdemo import FlexDeMo
+from flexdemo.hooks import CompressionState, HookHandle, attach_to_ddp, attach_to_fsdp, compression_hook
 from flexdemo.settings import OuterOptimizer
 from flexdemo.wrapped import DistributedOptimizer
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from flexdemo.exchange import Received
+    from flexdemo.gradients import BucketResult
 
 __all__ = ["Inner"]
 
@@ -61,13 +61,13 @@ class Inner:
                 state["step"].zero_()
         return found
 
-    def apply(self, owner: Optimizer, received: list[Received]) -> None:
-        """Take a step on what was received; gradients are what they were afterwards."""
+    def apply(self, owner: Optimizer, results: list[BucketResult]) -> None:
+        """Take a step on the averages; gradients are what they were afterwards."""
         own = [(param, param.grad) for group in owner.param_groups for param in group["params"]]
         for param, _ in own:
             param.grad = None
-        for lot, averages in received:
-            for param, average in zip(lot.params, averages, strict=True):
+        for bucket, averages in results:
+            for param, average in zip(bucket.params, averages, strict=True):
                 param.grad = wrapped_like(average, param)
         try:
             self._step(owner)

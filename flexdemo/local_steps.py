@@ -1,13 +1,12 @@
-"""Local steps: nodes go on alone for some steps, then meet where they are on average."""
+"""Local steps: nodes step by themselves for some steps, then move together by an outer step."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from flexdemo.exchange import Exchange, Terms
-from flexdemo.lots import plan_lots
+from flexdemo.gradients import BucketExchange, CompressionSettings, plan_buckets
 from flexdemo.parameters import local
 
 if TYPE_CHECKING:
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from flexcomm import World
-    from flexdemo.exchange import Received
-    from flexdemo.lots import Lot
+    from flexcomm.sync import NonFinitePolicy
+    from flexdemo.gradients import Bucket, BucketResult
     from flexdemo.parameters import Group
     from flexdemo.settings import OuterOptimizer
 
@@ -24,10 +23,10 @@ __all__ = ["LocalSteps"]
 
 
 class LocalSteps:
-    """Where all nodes were together last (``anchors``), and how they meet again.
+    """The parameters all nodes had after the last outer step (``anchors``), and the next outer step.
 
-    The difference each node went since is compressed, what is not sent of it waits for the next time, and all nodes
-    stand at the anchor plus the average of what was sent: with the same bits.
+    The difference of each node from them is compressed and averaged, what is not sent of it is kept for the next time,
+    and all nodes move from the anchors by the average, to the same bits.
     """
 
     def __init__(
@@ -36,11 +35,11 @@ class LocalSteps:
         world: World,
         every: int,
         outer: OuterOptimizer | None,
-        options: dict[str, Any],
+        nonfinite: NonFinitePolicy,
         bucket_bytes: int,
     ) -> None:
         self.every = every
-        self.exchange = Exchange(world, {**options, "average": "nodes"}, remembers=True)
+        self.exchange = BucketExchange(world, average="nodes", nonfinite=nonfinite, has_residuals=True)
         self.anchors: dict[Parameter, Tensor] = {}
         self.velocities: dict[Parameter, Tensor] = {}
         self._groups, self._outer, self._bucket_bytes = groups, outer, bucket_bytes
@@ -53,27 +52,30 @@ class LocalSteps:
                     self.anchors[param] = local(param).clone(memory_format=torch.contiguous_format)
                     if self._outer is not None:
                         self.velocities[param] = torch.zeros_like(self.anchors[param])
-        self.exchange.forget_outputs()
+        self.exchange.forget_buckets()
         # Also what is frozen by now: nodes may have gone apart on it before.
-        self.lots = plan_lots(self._groups, self._bucket_bytes, self.anchors.__contains__)
+        self.buckets = plan_buckets(self._groups, self._bucket_bytes, self.anchors.__contains__)
 
-    def meet_if_due(self, step: int) -> None:
-        """Bring all nodes together if this was the last of their local steps."""
+    def outer_step_if_due(self, step: int) -> None:
+        """Move all nodes together if this was the last of their local steps."""
         if step % self.every:
             return
-        for lot in self.lots:
-            gone = torch._foreach_sub([self.anchors[param] for param in lot.params], [local(p) for p in lot.params])
-            self.exchange.start(lot, list(gone), self.terms_of(lot), step // self.every)
-        received = self.exchange.finish()
-        for one in received or []:
-            self._move(one)
+        for bucket in self.buckets:
+            gone = torch._foreach_sub(
+                [self.anchors[param] for param in bucket.params], [local(p) for p in bucket.params]
+            )
+            settings = self.settings_of(bucket)
+            algorithm = self.exchange.algorithm_of(bucket, self.buckets, settings.compressor)
+            self.exchange.start(bucket, list(gone), settings, step // self.every, algorithm=algorithm)
+        for result in self.exchange.finish() or []:
+            self._move(result)
 
-    def terms_of(self, lot: Lot) -> Terms:
-        return Terms(self._groups[lot.group]["compressor"])
+    def settings_of(self, bucket: Bucket) -> CompressionSettings:
+        return CompressionSettings(self._groups[bucket.group]["compressor"])
 
-    def _move(self, received: Received) -> None:
-        params = received.lot.params
-        anchors, averages = [self.anchors[param] for param in params], received.averages
+    def _move(self, result: BucketResult) -> None:
+        params = result.bucket.params
+        anchors, averages = [self.anchors[param] for param in params], result.averages
         if self._outer is None:
             torch._foreach_sub_(anchors, averages)
         else:

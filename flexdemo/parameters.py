@@ -11,11 +11,22 @@ from torch.distributed.tensor import DTensor
 from flexcomm import InvalidArgumentError, InvalidTensorError, TopologyError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
-    from flexcomm import Topology
+    from flexcomm import Topology, World
 
-__all__ = ["Group", "check_parameter", "gradient_of", "is_sharded", "local", "names_of", "wrapped_like"]
+__all__ = [
+    "Group",
+    "broadcast_parameters_",
+    "check_parameter",
+    "gradient_of",
+    "is_sharded",
+    "local",
+    "names_of",
+    "wrapped_like",
+]
 
 Group = dict[str, Any]
 """One of torch's ``param_groups``: torch itself types their values as Any."""
@@ -88,3 +99,16 @@ def _check_shards(param: DTensor, name: str, topology: Topology) -> None:
         )
     if any(placement.is_partial() for placement in param.placements):
         raise InvalidArgumentError(f"{name} holds partial sums ({param.placements}): redistribute it first.")
+
+
+def broadcast_parameters_(tensors: Iterable[Tensor], world: World, *, are_shards: bool | None = None) -> None:
+    """Make every tensor what node 0 holds: each shard its counterpart there, anything else what the first rank has.
+
+    ``are_shards`` says which of both they are, where they do not say it themselves.
+    """
+    for tensor in tensors:
+        here, is_shard = local(tensor), is_sharded(tensor) if are_shards is None else are_shards
+        if world.inter.size > 1:
+            world.inter.broadcast(here).wait()
+        if world.intra.size > 1 and not is_shard:
+            world.intra.broadcast(here).wait()

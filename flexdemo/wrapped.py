@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 from flexcomm import InvalidArgumentError, dense
 from flexcomm.sync import BUCKET_BYTES
-from flexdemo.exchange import Terms
+from flexdemo.base import NodeOptimizer
+from flexdemo.gradients import CompressionSettings
 from flexdemo.inner import Inner
-from flexdemo.training import NodeOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flexcomm import Compressor, World
     from flexcomm.kernels import Average
     from flexcomm.sync import NonFinitePolicy
-    from flexdemo.exchange import Received
+    from flexdemo.gradients import BucketResult
     from flexdemo.parameters import Group
     from flexdemo.settings import OuterOptimizer, SyncTarget
 
@@ -35,7 +35,7 @@ class DistributedOptimizer(NodeOptimizer):
     in ``compressor``, ``residual_decay`` and ``residual_alpha``.
     """
 
-    _remembers_alone = False
+    _has_local_residuals = False
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class DistributedOptimizer(NodeOptimizer):
         self.state.update({param: {} for param in outlined})
         return saved
 
-    def _terms(self, group: Group) -> Terms:
-        return Terms(group["compressor"], group["residual_decay"], 1.0, group["residual_alpha"])
+    def _sync_settings(self, group: Group) -> CompressionSettings:
+        return CompressionSettings(group["compressor"], group["residual_decay"], 1.0, group["residual_alpha"])
 
-    def _alone_terms(self, group: Group) -> Terms:
+    def _local_settings(self, group: Group) -> CompressionSettings:
         del group
-        return Terms(dense())
+        return CompressionSettings(dense())
 
-    def _apply(self, received: list[Received]) -> None:
-        self._inner.apply(self, received)
+    def _apply(self, results: list[BucketResult]) -> None:
+        self._inner.apply(self, results)

@@ -11,6 +11,7 @@ from flexcomm.sync.api import (
     plan_sync,
     shards_held,
     start_exchange,
+    start_planned,
     start_sync,
 )
 from flexcomm.sync.plan import Algorithm, AlgorithmOption, NonFinitePolicy, SyncPlan, choose_algorithms, fill_buckets
@@ -33,5 +34,6 @@ __all__ = [
     "shard_tensor",
     "shards_held",
     "start_exchange",
+    "start_planned",
     "start_sync",
 ]

@@ -172,59 +172,70 @@ def start_exchange(
 
 
 def plan_sync(
-    tensors: list[Tensor],
+    tensors: Sequence[Tensor],
     compressor: Compressor,
     *,
-    all_ranks: bool,
     world: World,
+    all_ranks: bool = True,
     names: Sequence[str] | None = None,
     average: Average = "nodes",
     algorithm: AlgorithmOption = "auto",
     nonfinite: NonFinitePolicy = "raise",
     bucket_bytes: int | None = BUCKET_BYTES,
-    has_residuals: bool = True,
+    has_residuals: bool = False,
 ) -> SyncPlan:
-    """Return what follows from shapes and arguments; sends nothing, and later calls with the same use the same plan.
+    """Return what follows from shapes and arguments, for calls of :func:`start_planned`. Sends nothing.
 
     Args:
         tensors: what will be synchronised; only shapes, dtypes and the device matter.
         compressor: what is sent between nodes.
-        all_ranks: True for :func:`start_sync`, False for :func:`start_exchange`.
         world: the ranks.
-        names: what tensors are called; their positions, if not given.
-        average: as for :func:`hierarchical_sync`, like the arguments below.
+        all_ranks: True to average over all ranks, False for the inter-node leg alone, as :func:`start_exchange`.
+        names: as for :func:`hierarchical_sync`, like the arguments below.
+        average: what sums are divided by.
         algorithm: how buckets cross between nodes.
         nonfinite: what NaN and infinity do.
         bucket_bytes: dense bytes of a bucket.
-        has_residuals: whether the call will have residuals.
+        has_residuals: whether the calls will have residuals.
 
     """
-    engine = engine_of(world)
-    settings = (compressor, average, algorithm, nonfinite, bucket_bytes, has_residuals)
-    plain_names = None if names is None else tuple(names)
-    shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
-    key = (shapes, dtypes, frozenset([x.device for x in tensors]), plain_names, settings, all_ranks)
-    try:
-        plan = engine.plans.get(key)
-    except TypeError as error:
-        raise CompressorError(
-            f"{compressor!r} cannot be hashed ({error}): make it a frozen dataclass, so that its plans can be kept."
-        ) from error
-    if plan is None:
-        topology, intra = world.topology, world.intra if all_ranks else engine.node_of_one
-        groups = topology.inter_groups if all_ranks else [topology.inter_groups[topology.local_rank]]
-        rank_names = [[f"rank {rank} (node {node})" for node, rank in enumerate(group)] for group in groups]
-        plan = SyncPlan(
-            SyncSettings(_specs_of(tensors, plain_names), *settings),
-            _device_of(tensors),
-            world.inter.size,
-            intra.size,
-            intra.rank,
-            all_ranks,
-            rank_names,
-        )
-        engine.remember(key, plan)
-    return plan
+    engine, topology = engine_of(world), world.topology
+    intra = world.intra if all_ranks else engine.node_of_one
+    groups = topology.inter_groups if all_ranks else [topology.inter_groups[topology.local_rank]]
+    return SyncPlan(
+        SyncSettings(_specs_of(tensors, names), compressor, average, algorithm, nonfinite, bucket_bytes, has_residuals),
+        _device_of(tensors),
+        world.inter.size,
+        intra.size,
+        intra.rank,
+        all_ranks,
+        [[f"rank {rank} (node {node})" for node, rank in enumerate(group)] for group in groups],
+    )
+
+
+def start_planned(
+    plan: SyncPlan,
+    tensors: list[Tensor],
+    *,
+    world: World,
+    residuals: Residuals | None = None,
+    step: int | None = None,
+    out: list[Tensor] | None = None,
+) -> SyncHandle[list[Tensor]]:
+    """Start a call whose plan was made by :func:`plan_sync`, for tensors of the same shapes and dtypes."""
+    for x, spec in zip(tensors, plan.settings.specs, strict=True):
+        if x.shape != spec.shape or x.dtype != spec.dtype:
+            raise InvalidTensorError(
+                f"{spec.name} is {x.dtype} {list(x.shape)}, but was planned as {spec.dtype} {list(spec.shape)}: plan "
+                f"anew for a tensor that has changed."
+            )
+    if out is None:
+        out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    else:
+        check_outputs(tensors, out, plan.names)
+    call = SyncCall(world, plan, tensors, out, residuals, step)
+    call.start()
+    return SyncHandle(call, out)
 
 
 def shards_held(plan: SyncPlan) -> list[TensorShard | None]:
@@ -245,6 +256,10 @@ class SyncHandle(Generic[T]):
     def __init__(self, call: SyncCall, result: T) -> None:
         self._call = call
         self._result: T = result
+
+    def single(self) -> SyncHandle[Tensor]:
+        """Return the handle of a call with one tensor, which returns that tensor instead of a list."""
+        return SyncHandle(self._call, self._result[0])
 
     def wait(self) -> T:
         """Return the averages; calling again returns them again. Raises what went wrong, every time."""
@@ -285,29 +300,36 @@ def _start(
 ) -> SyncHandle[T]:
     single = isinstance(tensors, Tensor)
     xs = cast("list[Tensor]", [tensors] if single else list(tensors))
-    plan = plan_sync(
-        xs,
-        compressor,
-        all_ranks=all_ranks,
-        world=world,
-        names=names,
-        average=average,
-        algorithm=algorithm,
-        nonfinite=nonfinite,
-        bucket_bytes=bucket_bytes,
-        has_residuals=residuals is not None,
-    )
-    if out is None:
-        outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
-    else:
-        outputs = [out] if isinstance(out, Tensor) else list(out)
-        check_outputs(xs, outputs, plan.names)
-    call = SyncCall(world, plan, xs, outputs, residuals, step)
-    call.start()
-    return SyncHandle(call, cast("T", outputs[0] if single else outputs))
+    settings = (compressor, average, algorithm, nonfinite, bucket_bytes, residuals is not None)
+    shapes, dtypes = tuple([x.shape for x in xs]), tuple([x.dtype for x in xs])
+    devices, plain_names = frozenset([x.device for x in xs]), None if names is None else tuple(names)
+    key, plans = (shapes, dtypes, devices, plain_names, settings, all_ranks), engine_of(world).plans
+    try:
+        plan = plans.get(key)
+    except TypeError as error:
+        raise CompressorError(
+            f"{compressor!r} cannot be hashed ({error}): make it a frozen dataclass, so that its plans can be kept."
+        ) from error
+    if plan is None:
+        plan = plan_sync(
+            xs,
+            compressor,
+            world=world,
+            all_ranks=all_ranks,
+            names=plain_names,
+            average=average,
+            algorithm=algorithm,
+            nonfinite=nonfinite,
+            bucket_bytes=bucket_bytes,
+            has_residuals=residuals is not None,
+        )
+        plans[key] = plan
+    outputs = None if out is None else [out] if isinstance(out, Tensor) else list(out)
+    handle = start_planned(plan, xs, world=world, residuals=residuals, step=step, out=outputs)
+    return cast("SyncHandle[T]", handle.single() if single else handle)
 
 
-def _specs_of(tensors: list[Tensor], names: tuple[str, ...] | None) -> tuple[TensorSpec, ...]:
+def _specs_of(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[TensorSpec, ...]:
     if names is None:
         names = tuple(str(number) for number in range(len(tensors)))
     if len(names) != len(tensors) or len(set(names)) != len(names) or not all(isinstance(one, str) for one in names):
@@ -323,7 +345,7 @@ def _specs_of(tensors: list[Tensor], names: tuple[str, ...] | None) -> tuple[Ten
     return tuple(TensorSpec(name, tuple(x.shape), x.dtype) for name, x in zip(names, tensors, strict=True))
 
 
-def _device_of(tensors: list[Tensor]) -> torch.device:
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     devices = {x.device for x in tensors}
     if len(devices) > 1:
         raise InvalidTensorError(

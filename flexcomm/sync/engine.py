@@ -37,7 +37,18 @@ if TYPE_CHECKING:
 __all__ = ["BucketTask", "Engine", "SyncCall", "engine_of"]
 
 MOST_PLANS = 256
-"""Plans that are remembered, with their buffers. Where shapes keep changing, the oldest are forgotten."""
+
+
+class PlanCache(dict["Hashable", "SyncPlan"]):
+    """Plans of calls that were made before, with their buffers; where shapes keep changing, the oldest are forgotten.
+
+    What was agreed stays agreed, so ranks need not forget the same ones.
+    """
+
+    def __setitem__(self, key: Hashable, plan: SyncPlan) -> None:
+        if len(self) >= MOST_PLANS:
+            del self[next(iter(self))]
+        super().__setitem__(key, plan)
 
 
 @dataclass(eq=False)
@@ -49,15 +60,9 @@ class Engine:
     under_way: deque[SyncCall] = field(default_factory=deque)
     sequence: int = 0
     calls: int = 0
-    plans: dict[Hashable, SyncPlan] = field(default_factory=dict)
+    plans: PlanCache = field(default_factory=PlanCache)
     previous: SyncPlan | None = None
     previous_of_all_ranks: SyncPlan | None = None
-
-    def remember(self, key: Hashable, plan: SyncPlan) -> None:
-        """Keep a plan. What was agreed stays agreed, so ranks need not forget the same ones."""
-        if len(self.plans) >= MOST_PLANS:
-            del self.plans[next(iter(self.plans))]
-        self.plans[key] = plan
 
     def agree(self, world: World, plan: SyncPlan) -> None:
         """Return when all ranks concerned use the same plan, and used the same one before."""

@@ -14,42 +14,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm import World
-    from flexdemo.lots import Lot
+    from flexdemo.gradients import Bucket
 
 __all__ = ["clip_", "squared_norm"]
 
 _TINY = 1e-6
 
 
-def squared_norm(lots: Iterable[Lot], world: World) -> Tensor:
+def squared_norm(buckets: Iterable[Bucket], world: World) -> Tensor:
     """Return that of this rank's gradient, or of its node's as far as the ranks of the node share it.
 
     If anything is sharded, the ranks of a node call it together.
     """
     whole, shards = torch.zeros(2, dtype=torch.float64, device=world.device)
     has_shards = False
-    for lot in lots:
-        gradients = _gradients_of(lot)
-        has_shards |= lot.averaged
+    for bucket in buckets:
+        gradients = _gradients_of(bucket)
+        has_shards |= bucket.averaged
         if gradients:
             norms = torch.stack([norm.to(world.device) for norm in torch._foreach_norm(gradients, 2.0, torch.float64)])
             squared = norms.square().sum()
-            whole, shards = (whole, shards + squared) if lot.averaged else (whole + squared, shards)
+            whole, shards = (whole, shards + squared) if bucket.averaged else (whole + squared, shards)
     if has_shards and world.intra.size > 1:
         shards = world.intra.all_reduce(shards.reshape(1)).wait().squeeze(0)
     total: Tensor = whole + shards
     return total
 
 
-def clip_(lots: Iterable[Lot], world: World, most: float) -> None:
+def clip_(buckets: Iterable[Bucket], world: World, most: float) -> None:
     """Scale all gradients alike, so that the norm of all together is at most ``most``."""
-    lots = list(lots)
-    scale = (most / (squared_norm(lots, world).sqrt() + _TINY)).clamp(max=1.0)
-    for lot in lots:
-        gradients = _gradients_of(lot)
+    buckets = list(buckets)
+    scale = (most / (squared_norm(buckets, world).sqrt() + _TINY)).clamp(max=1.0)
+    for bucket in buckets:
+        gradients = _gradients_of(bucket)
         if gradients:
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))
 
 
-def _gradients_of(lot: Lot) -> list[Tensor]:
-    return [local(param.grad) for param in lot.params if param.grad is not None]
+def _gradients_of(bucket: Bucket) -> list[Tensor]:
+    return [local(param.grad) for param in bucket.params if param.grad is not None]

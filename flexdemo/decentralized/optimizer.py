@@ -14,18 +14,16 @@ from flexcomm import InvalidArgumentError, mix
 from flexcomm.gossip import base, complete
 from flexcomm.sync import BUCKET_BYTES
 from flexcomm.world import default_world
-from flexdemo.checkpoint import FromOtherNodes
+from flexdemo.checkpoint.node_axis import FromOtherNodes
 from flexdemo.decentralized.choices import check_choices, check_not_flat
 from flexdemo.decentralized.clipping import clip_, squared_norm
 from flexdemo.decentralized.consensus import BEGINNING, ConsensusControl, Judge
 from flexdemo.decentralized.lanes import take_lane
 from flexdemo.decentralized.parts import MixTerms, Part, cut_into_parts
 from flexdemo.decentralized.saving import ReplicaMemory
+from flexdemo.gradients import ReadyBuckets, check_same_buckets, plan_buckets
 from flexdemo.inner import Inner
-from flexdemo.lots import plan_lots
-from flexdemo.parameters import check_parameter, local, names_of
-from flexdemo.readiness import Readiness
-from flexdemo.replicas import check_same_lots, equalise_
+from flexdemo.parameters import broadcast_parameters_, check_parameter, local, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,9 +33,9 @@ if TYPE_CHECKING:
 
     from flexcomm import Compressor, World
     from flexcomm.gossip import ScheduleLike
-    from flexdemo.checkpoint import OtherNodes
+    from flexdemo.checkpoint.node_axis import OtherNodes
     from flexdemo.decentralized.choices import Order, Overlap
-    from flexdemo.lots import Lot
+    from flexdemo.gradients import Bucket
     from flexdemo.parameters import Group
 
 __all__ = ["DecentralizedOptimizer"]
@@ -83,9 +81,9 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._inner = optimizer
         self._sharer = Inner([optimizer], [len(optimizer.param_groups)])
         self._trained: set[Parameter] = set()
-        self._lots: list[Lot] = []
-        self._parts: dict[Lot, list[Part]] = {}
-        self._readiness = Readiness(self._advance)
+        self._buckets: list[Bucket] = []
+        self._parts: dict[Bucket, list[Part]] = {}
+        self._ready = ReadyBuckets(self._advance)
         self._skips = False
         self._is_ready = False
         super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **BEGINNING})
@@ -116,17 +114,17 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._refresh()
         self._prepare_gradients()
         try:
-            self._readiness.check_unchanged()
-            self._readiness.launch_rest()
+            self._ready.check_unchanged()
+            self._ready.launch_rest()
         finally:
-            self._readiness.reset()
+            self._ready.reset()
             self._skips = False
         self._finish_step()
         return loss
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for backward passes that only accumulate: with ``overlap="backward"``, nothing moves."""
-        return self._readiness.paused()
+        return self._ready.paused()
 
     @contextmanager
     def average(self, buffers: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -204,7 +202,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
             check_not_flat(param, name)
             # Present before the first step: torch's checkpoints take that for granted.
             self.state[param] = self.state.get(param, {})
-        equalise_(group["params"], self._world)
+        broadcast_parameters_(group["params"], self._world)
         if self._is_ready:
             self._refresh()
 
@@ -225,7 +223,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
         ``other_nodes`` says what to do if it is of another number of nodes; that is an error, if nothing is said.
         """
-        self._readiness.reset()
+        self._ready.reset()
         self.restart()
         self._refresh()
         told = other_nodes or self._other_nodes
@@ -236,7 +234,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self.param_groups = groups
 
     def _check_between_steps(self, what: str) -> None:
-        if self._readiness.has_launched:
+        if self._ready.has_launched:
             raise InvalidArgumentError(
                 f"this optimizer cannot be {what} between backward() and step(): with overlap='backward' some buckets "
                 f"have stepped, others have not. Call step() first."
@@ -265,15 +263,15 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         if not new:
             return
         self._trained |= new
-        lots = plan_lots(self.param_groups, self._bucket_bytes, new.__contains__)
-        check_same_lots(lots, self._world)
-        self._lots += lots
-        self._parts |= {lot: cut_into_parts(lot, self._world, self._terms, self._lane) for lot in lots}
-        self._memory.measure(part for lot in lots for part in self._parts[lot])
-        self._readiness.watch(self._lots, early=self._overlap == "backward")
+        buckets = plan_buckets(self.param_groups, self._bucket_bytes, new.__contains__)
+        check_same_buckets(buckets, self._world)
+        self._buckets += buckets
+        self._parts |= {bucket: cut_into_parts(bucket, self._world, self._terms, self._lane) for bucket in buckets}
+        self._memory.measure(part for bucket in buckets for part in self._parts[bucket])
+        self._ready.watch(self._buckets, early=self._overlap == "backward")
 
     def _all_parts(self) -> list[Part]:
-        return [part for lot in self._lots for part in self._parts[lot]]
+        return [part for bucket in self._buckets for part in self._parts[bucket]]
 
     def _prepare_gradients(self) -> None:
         """Unscale and clip, where asked for; find out whether this replica's step is left out."""
@@ -287,63 +285,63 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
                 "use overlap='step', or bfloat16, which needs no scaler."
             )
         if scale is not None:
-            gradients = [local(p.grad) for lot in self._lots for p in lot.params if p.grad is not None]
+            gradients = [local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None]
             torch._foreach_div_(gradients, scale)
         if self._max_norm is not None:
-            clip_(self._lots, self._world, self._max_norm)
+            clip_(self._buckets, self._world, self._max_norm)
 
     def _anybody_skips(self, found_inf: Tensor) -> bool:
         """Return whether this rank, or one that has shards of the same replica, found infinity."""
-        if any(lot.averaged for lot in self._lots) and self._world.intra.size > 1:
+        if any(bucket.averaged for bucket in self._buckets) and self._world.intra.size > 1:
             found_inf = self._world.intra.all_reduce(found_inf.reshape(1).clone()).wait()
         return bool(found_inf.item())
 
     @torch.no_grad()
-    def _advance(self, lot: Lot) -> None:
+    def _advance(self, bucket: Bucket) -> None:
         """Take a bucket from one iteration to the next: mix in what came, step, leave."""
-        group = self.param_groups[lot.group]
+        group = self.param_groups[bucket.group]
         mixed = 0
         if self._order == "mix-then-step" and group["step"] > 0:
-            mixed = self._mix_in(lot, self._terms_of_last_launch())
+            mixed = self._mix_in(bucket, self._terms_of_last_launch())
         if not self._skips:
-            self._step_inner(lot)
+            self._step_inner(bucket)
         if self._order == "step-then-mix" or self._overlap != "none":
-            self._leave(lot, group["mixes"] + mixed, self._terms_of_next_launch())
+            self._leave(bucket, group["mixes"] + mixed, self._terms_of_next_launch())
 
-    def _leave(self, lot: Lot, number: int, terms: MixTerms) -> None:
+    def _leave(self, bucket: Bucket, number: int, terms: MixTerms) -> None:
         """Start mix number ``number`` of a bucket, unless it is under way."""
-        for part in self._parts[lot]:
+        for part in self._parts[bucket]:
             if not part.is_under_way:
                 part.start(number, terms)
 
-    def _mix_in(self, lot: Lot, terms: MixTerms) -> int:
+    def _mix_in(self, bucket: Bucket, terms: MixTerms) -> int:
         """Finish the mix under way, and take more rounds if asked to; return how many there were.
 
         Where nothing is under way, as after loading a state, it starts here: to the same end.
         """
         for number in range(self.rounds):
-            self._leave(lot, self.param_groups[lot.group]["mixes"] + number, self._terms if number else terms)
-            for part in self._parts[lot]:
+            self._leave(bucket, self.param_groups[bucket.group]["mixes"] + number, self._terms if number else terms)
+            for part in self._parts[bucket]:
                 part.finish()
         return self.rounds
 
-    def _step_inner(self, lot: Lot) -> None:
+    def _step_inner(self, bucket: Bucket) -> None:
         """Let torch's optimizer step on the parameters of one bucket. On push-sum's numerators, hence the weight."""
-        group, weight = self.param_groups[lot.group], self._push_weight(lot)
+        group, weight = self.param_groups[bucket.group], self._push_weight(bucket)
         lr = group["lr"] if weight == 1.0 else group["lr"] / weight
-        self._inner.param_groups, self._inner.state = [{**group, "params": list(lot.params), "lr": lr}], self.state
+        self._inner.param_groups, self._inner.state = [{**group, "params": list(bucket.params), "lr": lr}], self.state
         self._inner.step()
 
-    def _push_weight(self, lot: Lot) -> float:
-        push_sum = self._parts[lot][0].push_sum
+    def _push_weight(self, bucket: Bucket) -> float:
+        push_sum = self._parts[bucket][0].push_sum
         return 1.0 if push_sum is None else push_sum.weight
 
     def _finish_step(self) -> None:
         """Count, and let all ranks decide how much the next steps mix."""
         first = self.param_groups[0]
         if self._order == "step-then-mix":
-            for lot in self._lots:
-                self._mix_in(lot, self._terms_of_next_launch())
+            for bucket in self._buckets:
+                self._mix_in(bucket, self._terms_of_next_launch())
         mixes = self.rounds if self._order == "step-then-mix" or first["step"] > 0 else 0
         for group in self.param_groups:
             group["step"] += 1
@@ -351,7 +349,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         if self._judge is not None:
             self._judge.note_launch()
             if self._judge.is_due(first["step"]):
-                squared = float(squared_norm(self._lots, self._world))
+                squared = float(squared_norm(self._buckets, self._world))
                 self._judge.hear(self._moved_of_replica(), squared, float(first["lr"]))
 
     def _terms_of_next_launch(self) -> MixTerms:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flexcomm import Compressor, MixHandle, World
     from flexcomm.gossip import ScheduleLike
     from flexcomm.gossip.kinds import MixOptions
-    from flexdemo.lots import Lot
+    from flexdemo.gradients import Bucket
 
 __all__ = ["MixTerms", "Part", "cut_into_parts"]
 
@@ -172,11 +172,11 @@ class _Collected:
     names: list[str] = field(default_factory=list)
 
 
-def cut_into_parts(lot: Lot, world: World, terms: MixTerms, lane: str) -> list[Part]:
-    """Return a lot's parameters by dtype."""
+def cut_into_parts(bucket: Bucket, world: World, terms: MixTerms, lane: str) -> list[Part]:
+    """Return a bucket's parameters by dtype."""
     by_dtype: dict[torch.dtype, _Collected] = {}
-    for param, name in zip(lot.params, lot.names, strict=True):
+    for param, name in zip(bucket.params, bucket.names, strict=True):
         here = by_dtype.setdefault(param.dtype, _Collected())
         here.params.append(param)
         here.names.append(name)
-    return [Part(one.params, one.names, world, terms, shards=lot.averaged, lane=lane) for one in by_dtype.values()]
+    return [Part(one.params, one.names, world, terms, shards=bucket.averaged, lane=lane) for one in by_dtype.values()]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint import NodeAxis
-from flexdemo.node_state import check_sizes, required, stacked_state, take_state_
+from flexdemo.checkpoint.entries import longest_on_node
+from flexdemo.checkpoint.inner_state import check_sizes, required, stacked_state, take_state_
+from flexdemo.checkpoint.node_axis import NodeAxis
 from flexdemo.parameters import local
-from flexdemo.slots import longest_on_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from flexcomm import World
-    from flexdemo.checkpoint import OtherNodes
+    from flexdemo.checkpoint.node_axis import OtherNodes
     from flexdemo.decentralized.parts import Part
     from flexdemo.parameters import Group
 

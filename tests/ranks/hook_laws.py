@@ -276,10 +276,10 @@ def a_hook_survives_a_nan_wherever_it_waits(world: World) -> None:
     require_replicas(world, model, "replicas stay alike")
 
 
-def a_model_is_attached_to_once_and_again_after_detaching(world: World) -> None:
+def a_model_has_one_hook_and_another_after_its_removal(world: World) -> None:
     model = sharded(world)
     handle = attach_to_fsdp(model, COMPRESSOR, world=world)
-    with pytest.raises(InvalidArgumentError, match="detach"):
+    with pytest.raises(InvalidArgumentError, match="remove"):
         attach_to_fsdp(model, COMPRESSOR, world=world)
     handle.remove()
     attach_to_fsdp(model, COMPRESSOR, world=world)
@@ -510,7 +510,7 @@ LAWS: list[Callable[[World], None]] = [
     models_that_cannot_be_exchanged_are_refused,
     frozen_and_unused_parameters_of_a_unit_are_no_obstacle,
     a_hook_survives_a_nan_wherever_it_waits,
-    a_model_is_attached_to_once_and_again_after_detaching,
+    a_model_has_one_hook_and_another_after_its_removal,
     a_backward_that_died_leaves_nothing_behind,
 ]
 

@@ -19,7 +19,7 @@ import flexcomm
 from flexcomm import ConfigMismatchError, InvalidArgumentError, InvalidTensorError, NonFiniteError, World
 from flexcomm.testing.expected import require_same_everywhere
 from flexdemo import DistributedOptimizer, FlexDeMo, FlexDeMoAdamW, OuterOptimizer
-from flexdemo.training import NodeOptimizer
+from flexdemo.base import NodeOptimizer
 from tests.naive_demo import CLOSEST, ROUNDING, NaiveDemo
 from tests.ranks.zoo import Zoo, gradients_at
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Make = Callable[[Zoo, World], NodeOptimizer]
 
 SMALL = 20_000
-"""Bytes of a lot: several of them make a zoo."""
+"""Bytes of a bucket: several of them make a zoo."""
 
 
 def flexdemo(zoo: Zoo, world: World, **options: Any) -> FlexDeMo:
@@ -174,6 +174,33 @@ def overlap_gives_the_same_bits(world: World) -> None:
     require_equal(trained(world, make(True)), trained(world, make(False)), "overlap changes nothing")
 
 
+def a_step_takes_one_collective_for_each_bucket(world: World) -> None:
+    """Between nodes, by the counters of the world; nothing is cut again on the way."""
+    zoo = Zoo()
+    optimizer = flexdemo(zoo, world, bucket_bytes=SMALL)
+    buckets = optimizer._gradients.buckets
+    assert sorted(name for bucket in buckets for name in bucket.names) == sorted(
+        name for name, _ in zoo.named_parameters()
+    )
+    assert len(buckets) > 1
+    for step in range(2):
+        before = world.stats()
+        train(zoo, optimizer, world, [step])
+        taken = world.stats()["inter_collectives"] - before["inter_collectives"]
+        assert taken == len(buckets), f"{taken} collectives for {len(buckets)} buckets"
+
+
+def the_size_of_buckets_changes_no_bit(world: World) -> None:
+    """One algorithm for all tensors of a dtype: alone, small tensors would take another one than large ones."""
+
+    def make(bucket_bytes: int, compressor: flexcomm.Compressor) -> Make:
+        return lambda zoo, world: flexdemo(zoo, world, bucket_bytes=bucket_bytes, compressor=compressor)
+
+    for compressor in (flexcomm.top_k(0.5), flexcomm.demo(), flexcomm.random_k(0.1)):
+        one = trained(world, make(1 << 30, compressor), steps=2)
+        require_equal(one, trained(world, make(SMALL, compressor), steps=2), f"bucketing is invisible: {compressor}")
+
+
 def unused_parameters_are_not_waited_for(world: World) -> None:
     """With overlap as without: one rank has no gradient for some, and all still agree."""
     without = ["square", "flat"] if world.topology.rank == 0 else []
@@ -293,7 +320,7 @@ def unchanged(zoo: Zoo, optimizer: NodeOptimizer) -> Iterator[None]:
 
 
 def momenta_of(optimizer: NodeOptimizer) -> dict[str, Tensor]:
-    residuals = optimizer._feed.exchange.residuals
+    residuals = optimizer._gradients.residuals
     return {
         f"{group} {name}": state.clone() for group, one in residuals.items() for name, state in one.state_dict().items()
     }
@@ -315,7 +342,7 @@ def clipping_sees_the_gradients_of_this_rank(world: World) -> None:
 
 
 def a_nan_on_one_rank_changes_nothing_on_any(world: World) -> None:
-    """Of several lots one is unfit; the others have been exchanged by then."""
+    """Of several buckets one is unfit; the others have been exchanged by then."""
     zoo = Zoo()
     optimizer = flexdemo(zoo, world, bucket_bytes=SMALL)
     train(zoo, optimizer, world, range(2))
@@ -364,6 +391,10 @@ def a_grad_scaler_scales_and_skips_on_all_ranks_alike(world: World) -> None:
     scaler.scale(zoo(gradients_at(world, 3))).backward()
     scaler.step(optimizer)
     require_same_everywhere(world, values_of(zoo), "replicas are equal, whatever each rank's scale is")
+    early = flexdemo(zoo, world, overlap=True)
+    scaler.scale(zoo(gradients_at(world, 9))).backward()
+    with pytest.raises(InvalidArgumentError, match="overlap=True sends them before"):
+        scaler.step(early)
 
 
 def schedulers_set_the_rate(world: World) -> None:
@@ -664,6 +695,8 @@ LAWS: list[Callable[[World], None]] = [
     a_node_that_fails_alone_does_not_miss_the_meeting,
     nodes_meet_where_they_are_on_average,
     overlap_gives_the_same_bits,
+    a_step_takes_one_collective_for_each_bucket,
+    the_size_of_buckets_changes_no_bit,
     unused_parameters_are_not_waited_for,
     no_gradient_counts_as_zero,
     the_plain_update_is_linear_in_lr,

@@ -25,7 +25,7 @@ from tests.ranks.shapes import Shape
 from tests.slow import slow_but
 
 if TYPE_CHECKING:
-    from flexdemo.training import NodeOptimizer
+    from flexdemo.base import NodeOptimizer
 
 Momenta = dict[str, NDArray[np.float32]]
 """By parameter; as arrays, which outlive the process that sent them."""
@@ -59,11 +59,11 @@ def momentum_of(model: torch.nn.Module, optimizer: NodeOptimizer, world: World) 
 def _held(param: Tensor, optimizer: NodeOptimizer) -> Tensor:
     """Return the elements this rank remembers of what it holds of a parameter; zeros elsewhere."""
     elements = torch.zeros(local(param).shape)
-    slot = optimizer._memory._slots[param]["momentum"]  # type: ignore[index]
-    if slot.piece is not None:
-        state = slot.residuals[slot.piece.spec.name]
-        kept = elements_of(CpuKernels(1), state, slot.piece.plan)
-        elements.view(-1)[slot.piece.first : slot.piece.last] = kept.reshape(-1)
+    entry = optimizer._node_state._entries[param]["momentum"]  # type: ignore[index]
+    if entry.shard is not None:
+        state = entry.residuals[entry.shard.spec.name]
+        kept = elements_of(CpuKernels(1), state, entry.shard.plan)
+        elements.view(-1)[entry.shard.first : entry.shard.last] = kept.reshape(-1)
     return elements
 
 

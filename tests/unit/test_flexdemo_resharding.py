@@ -10,18 +10,18 @@ import flexcomm
 from flexcomm import InvalidArgumentError, TensorSpec
 from flexcomm.kernels import Momentum
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexdemo.resharding import Whole
+from flexdemo.checkpoint.resharding import UnshardedTensor
 
 SHAPES = {"matrix": (100, 70), "flat": (1000,), "few rows": (3, 70), "stack": (5, 20, 20)}
 # Transformed there and back twice, each time some ten roundings of 2**-24 of the largest, which is below 5.
 ROUNDING = 2.0**-24 * 40 * 5
 
 
-def whole(shape: tuple[int, ...], dim: int | None) -> Whole:
-    return Whole(TensorSpec("w", shape, torch.float32), flexcomm.demo(k=4, chunk=16), dim)
+def whole(shape: tuple[int, ...], dim: int | None) -> UnshardedTensor:
+    return UnshardedTensor(TensorSpec("w", shape, torch.float32), flexcomm.demo(k=4, chunk=16), dim)
 
 
-def saved_by(ranks: int, x: Tensor, kept: Whole) -> Tensor:
+def saved_by(ranks: int, x: Tensor, kept: UnshardedTensor) -> Tensor:
     """Return what so many ranks would save of ``x``: a row each, zeros at the end."""
     rows = []
     for part in kept._parts(ranks):

@@ -9,7 +9,7 @@ import torch
 
 import flexcomm
 from flexcomm import InvalidArgumentError, TensorSpec
-from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets, sum_dtype
+from flexcomm.sync.plan import BucketPlan, SyncSettings, fill_buckets, plan_buckets, sum_dtype
 
 if TYPE_CHECKING:
     from flexcomm import Compressor
@@ -59,6 +59,18 @@ def test_a_bucket_holds_one_dtype() -> None:
     assert numbers_by_bucket(specs, 1 << 20) == [(2,), (3,), (0, 1, 4)]
     buckets = plan_buckets(settings(specs, flexcomm.dense()), 2, 1)
     assert [bucket.dtype for bucket in buckets] == [BF16, F64, F32]
+
+
+def test_gpt2_travels_in_26_buckets_of_which_none_is_small() -> None:
+    n = 768
+    block = [(n,), (n,), (n, 3 * n), (3 * n,), (n, n), (n,), (n,), (n,), (n, 4 * n), (4 * n,), (4 * n, n), (n,)]
+    shapes = [(50257, n), (1024, n), *(shape for _ in range(12) for shape in block), (n,), (n,)]
+    specs = [TensorSpec(str(number), shape, F32) for number, shape in enumerate(reversed(shapes))]
+    sizes = [
+        sum(4 * torch.Size(specs[number].shape).numel() for number in one) for one in fill_buckets(specs, 16 << 20)
+    ]
+    assert len(sizes) == 26
+    assert min(sizes[:-1]) >= 1 << 20
 
 
 def test_no_tensors_make_no_buckets() -> None:

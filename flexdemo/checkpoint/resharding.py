@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flexcomm import Compressor
     from flexcomm.kernels import TensorPlan
 
-__all__ = ["Whole", "whole_of"]
+__all__ = ["UnshardedTensor", "find_unsharded"]
 
 
 class _Part(NamedTuple):
@@ -35,7 +35,7 @@ class _Part(NamedTuple):
     end: int
 
 
-class Whole(NamedTuple):
+class UnshardedTensor(NamedTuple):
     """A tensor as it is before the ranks of a node share it; ``dim`` is the one FSDP cuts, None if flexcomm does."""
 
     spec: TensorSpec
@@ -70,8 +70,8 @@ class Whole(NamedTuple):
 
     def _parts(self, ranks: int) -> list[_Part | None]:
         if self.dim is None:
-            pieces = shard_tensor(self.spec, plan_tensor(self.spec, self.compressor), ranks)
-            return [None if piece is None else _Part(piece.plan, piece.first, piece.last) for piece in pieces]
+            shards = shard_tensor(self.spec, plan_tensor(self.spec, self.compressor), ranks)
+            return [None if shard is None else _Part(shard.plan, shard.first, shard.last) for shard in shards]
         return [self._shard(ranks, rank) for rank in range(ranks)]
 
     def _shard(self, ranks: int, rank: int) -> _Part:
@@ -84,12 +84,12 @@ class Whole(NamedTuple):
         return _Part(plan_tensor(self.spec._replace(shape=shape), self.compressor), begin, end)
 
 
-def whole_of(param: Tensor, name: str, like: Tensor, compressor: Compressor) -> Whole | None:
+def find_unsharded(param: Tensor, name: str, like: Tensor, compressor: Compressor) -> UnshardedTensor | None:
     """Return what a parameter is before it is shared; None if that cannot be told, as of a flat one."""
     spec = TensorSpec(name, tuple(param.shape), like.dtype)
     if isinstance(param, FlatParameter):
         return None
     if not isinstance(param, DTensor):
-        return Whole(spec, compressor, None)
+        return UnshardedTensor(spec, compressor, None)
     (placement, *others) = param.placements
-    return Whole(spec, compressor, placement.dim) if isinstance(placement, Shard) and not others else None
+    return UnshardedTensor(spec, compressor, placement.dim) if isinstance(placement, Shard) and not others else None

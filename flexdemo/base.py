@@ -1,4 +1,4 @@
-"""What the optimizers have in common: parameters with a replica on every node, fed with what nodes exchange."""
+"""The base of the optimizers: parameters with a replica on every node, which step on what nodes exchanged."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch.optim import Optimizer
 
 from flexcomm import FlexcommError, InvalidArgumentError, TransportError
 from flexcomm.world import default_world
-from flexdemo.checkpoint import FromOtherNodes
-from flexdemo.feed import Feed
+from flexdemo.checkpoint.node_axis import FromOtherNodes
+from flexdemo.checkpoint.node_state import NodeState
+from flexdemo.gradients import GradientExchange
 from flexdemo.local_steps import LocalSteps
-from flexdemo.memory import NodeMemory
-from flexdemo.parameters import check_parameter, names_of
-from flexdemo.replicas import equalise_
+from flexdemo.parameters import broadcast_parameters_, check_parameter, names_of
 from flexdemo.settings import check_group, check_sync_every, check_sync_target
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from flexcomm import World
     from flexcomm.kernels import Average
     from flexcomm.sync import NonFinitePolicy
-    from flexdemo.checkpoint import OtherNodes
-    from flexdemo.exchange import Received, Terms
+    from flexdemo.checkpoint.node_axis import OtherNodes
+    from flexdemo.gradients import BucketResult, CompressionSettings
     from flexdemo.parameters import Group
     from flexdemo.settings import OuterOptimizer, SyncTarget
 
@@ -59,86 +58,82 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         check_sync_every(sync_every)
         check_sync_target(sync)
         if outer is not None and sync_every == 1 and sync == "gradients":
-            raise InvalidArgumentError("outer moves nodes that stepped alone: pass sync_every= above 1, too.")
+            raise InvalidArgumentError("outer moves nodes that took local steps: pass sync_every= above 1, too.")
         self._world = default_world() if world is None else world
         self._is_ready = False
         super().__init__(params, {**defaults, "step": 0})
         alone = sync_every > 1 or sync == "steps"
-        self._feed = Feed(
+        self._gradients = GradientExchange(
             self.param_groups,
             self._world.node_only() if alone else self._world,
-            self._alone_terms if alone else self._terms,
-            {"average": average, "nonfinite": nonfinite},
+            self._local_settings if alone else self._sync_settings,
+            average=average,
+            nonfinite=nonfinite,
             bucket_bytes=bucket_bytes,
-            remembers=not alone or self._remembers_alone,
+            has_residuals=not alone or self._has_local_residuals,
             overlap=overlap,
         )
         self._local_steps = (
-            LocalSteps(self.param_groups, self._world, sync_every, outer, {"nonfinite": nonfinite}, bucket_bytes)
-            if alone
-            else None
+            LocalSteps(self.param_groups, self._world, sync_every, outer, nonfinite, bucket_bytes) if alone else None
         )
-        self._memory = NodeMemory(self._world, self._feed, self._local_steps)
+        self._node_state = NodeState(self._world, self._gradients, self._local_steps)
         self._is_ready = True
         self._refresh()
 
-    _remembers_alone = True
-    """Whether a node that steps alone keeps what it does not apply."""
+    _has_local_residuals = True
+    """Whether a node that takes local steps keeps what it does not apply."""
 
     @abstractmethod
-    def _terms(self, group: Group) -> Terms:
+    def _sync_settings(self, group: Group) -> CompressionSettings:
         """Return what is sent of a group's gradients."""
 
-    def _alone_terms(self, group: Group) -> Terms:
-        """Return what a node that steps alone applies of its gradients."""
-        return self._terms(group)
+    def _local_settings(self, group: Group) -> CompressionSettings:
+        """Return what a node that takes local steps applies of its gradients."""
+        return self._sync_settings(group)
 
     @abstractmethod
-    def _apply(self, received: list[Received]) -> None:
-        """Change the parameters by what was received."""
+    def _apply(self, results: list[BucketResult]) -> None:
+        """Change the parameters by what all nodes hold."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Exchange all gradients and change all parameters; if this raises, neither they nor momenta have changed.
 
-        Unless nodes step alone: then what a node did by itself stays.
+        With local steps, what a node did by itself stays.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._local_steps is None:
-            self._take_step()
-        else:
-            self._take_step_alone(self._local_steps)
-        return loss
-
-    def _take_step(self) -> None:
-        received = self._take()
-        if received is not None:
-            self._apply(received)
-        self._count()
-
-    def _take_step_alone(self, local_steps: LocalSteps) -> None:
-        """Take a step, and meet the others if it is time: also if this node's step failed, for they are waiting."""
+        if self._gradients.refresh():
+            self._refresh()
         try:
-            self._take_step()
+            # torch's GradScaler sets both for the time of the step.
+            scale, skips = getattr(self, "grad_scale", None), hasattr(self, "found_inf")
+            results = self._gradients.exchange(scale, "skip" if skips else None)
+            if results is not None:
+                self._apply(results)
         except TransportError:
             raise
         except FlexcommError:
-            self._count()
-            local_steps.meet_if_due(self.param_groups[0]["step"])
+            if self._local_steps is not None:
+                # Also where this node's step failed: the others wait for it there.
+                self._count_step()
+                self._local_steps.outer_step_if_due(self.param_groups[0]["step"])
             raise
-        local_steps.meet_if_due(self.param_groups[0]["step"])
+        self._count_step()
+        if self._local_steps is not None:
+            self._local_steps.outer_step_if_due(self.param_groups[0]["step"])
+        return loss
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for backward passes that only accumulate: with ``overlap``, nothing leaves during them."""
-        return self._feed.no_sync()
+        return self._gradients.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, and take back those that left without a step."""
+        """Clear gradients, and cancel the exchange of those that were sent without a step."""
         if self._is_ready:
-            self._feed.abandon()
+            self._gradients.cancel()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -152,40 +147,35 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             check_parameter(param, name, self._world.topology)
             # Present before the first step: torch's checkpoints take that for granted.
             self.state[param] = {}
-        equalise_(group["params"], self._world, are_shards=group["node_averaged"])
+        broadcast_parameters_(group["params"], self._world, are_shards=group["node_averaged"])
         if self._is_ready:
             self._refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own format. What is a node's own has a node axis; see docs/training.md."""
-        return self._memory.added_to(super().state_dict(), self.param_groups)
+        return self._node_state.added_to(super().state_dict(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
         """Go on from a state, bit for bit. ``other_nodes`` says what to do if it is of another number of nodes.
 
         That is an error, if nothing is said.
         """
-        self._feed.abandon()
+        self._gradients.cancel()
         self._refresh()
-        rest = self._memory.taken_from(state_dict, self.param_groups, other_nodes or self._other_nodes)
+        rest = self._node_state.taken_from(state_dict, self.param_groups, other_nodes or self._other_nodes)
         groups = self.param_groups
         super().load_state_dict(rest)
-        # torch makes a new list; the feed looks at this one.
+        # torch makes a new list; the exchange looks at this one.
         groups[:] = self.param_groups
         self.param_groups = groups
 
-    def _take(self) -> list[Received] | None:
-        if self._feed.refresh():
-            self._refresh()
-        # Set by torch's GradScaler for the time of the step.
-        return self._feed.take(getattr(self, "grad_scale", None), skips=hasattr(self, "found_inf"))
-
     def _refresh(self) -> None:
-        self._feed.refresh()
+        """Plan buckets and saved state anew where other parameters are trained than before."""
+        self._gradients.refresh()
         if self._local_steps is not None:
             self._local_steps.refresh()
-        self._memory.measure()
+        self._node_state.measure()
 
-    def _count(self) -> None:
+    def _count_step(self) -> None:
         for group in self.param_groups:
             group["step"] += 1

@@ -1,4 +1,4 @@
-"""Slots: where the residual of a tensor is kept on this rank, into a tensor with a node axis and back."""
+"""State entries: the residual of one tensor on this rank, into a tensor with a node axis and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flexcomm import InvalidArgumentError
-from flexdemo.resharding import whole_of
+from flexdemo.checkpoint.resharding import find_unsharded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,47 +17,46 @@ if TYPE_CHECKING:
 
     from flexcomm import Residuals, World
     from flexcomm.sync import TensorShard
-    from flexdemo.checkpoint import NodeAxis, OtherNodes, Rows
-    from flexdemo.exchange import Exchange, Terms
-    from flexdemo.lots import Lot
-    from flexdemo.resharding import Whole
+    from flexdemo.checkpoint.node_axis import NodeAxis, OtherNodes, Rows
+    from flexdemo.checkpoint.resharding import UnshardedTensor
+    from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings
 
-__all__ = ["Slot", "States", "find_slots", "load_states", "longest_on_node"]
+__all__ = ["StateEntry", "States", "find_entries", "load_states", "longest_on_node"]
 
 States = dict["Residuals", dict[str, "Tensor"]]
 """What is to be loaded into which residuals, by name."""
 
 
-class Slot(NamedTuple):
-    """Where a residual is kept, and the length of the longest on this node; without a piece, this rank has none."""
+class StateEntry(NamedTuple):
+    """Where a residual is kept, and the length of the longest on this node; without a shard, this rank has none."""
 
     residuals: Residuals
-    piece: TensorShard | None
+    shard: TensorShard | None
     length: int
-    whole: Whole | None
+    unsharded: UnshardedTensor | None
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (0, 0) if self.piece is None else self.piece.plan.state_shape
+        return (0, 0) if self.shard is None else self.shard.plan.state_shape
 
     def saved(self, axis: NodeAxis, device: torch.device) -> Tensor:
         """Return the residual, zeros if it has not begun, with a node axis."""
-        if self.piece is not None and self.piece.spec.name in self.residuals.names():
-            return axis.stacked(self.residuals[self.piece.spec.name], self.length)
+        if self.shard is not None and self.shard.spec.name in self.residuals.names():
+            return axis.stacked(self.residuals[self.shard.spec.name], self.length)
         return axis.stacked(torch.zeros(self.shape, device=device), self.length)
 
     def take(self, saved: Tensor, axis: NodeAxis, name: str, other_nodes: OtherNodes, states: States) -> None:
         """Add what was saved to what is to be loaded."""
         taken = self._taken(axis.rows_of(saved, name, other_nodes), axis, name)
         by_name = states.setdefault(self.residuals, {})
-        if self.piece is not None:
-            by_name[self.piece.spec.name] = taken
+        if self.shard is not None:
+            by_name[self.shard.spec.name] = taken
 
     def _taken(self, rows: Rows, axis: NodeAxis, name: str) -> Tensor:
         mine, numel = axis.row_of_this_rank(rows), math.prod(self.shape)
         if mine is not None and mine.numel() >= numel:
             return mine[:numel].reshape(self.shape)
-        taken = None if self.whole is None or rows.is_own else axis.reshard(self.whole, rows)
+        taken = None if self.unsharded is None or rows.is_own else axis.reshard(self.unsharded, rows)
         if taken is None or tuple(taken.shape) != self.shape:
             raise InvalidArgumentError(
                 f"the saved {name} has {len(rows.values)} rows of {rows.values.shape[1]} elements a node, but this "
@@ -67,19 +66,21 @@ class Slot(NamedTuple):
         return taken
 
 
-def find_slots(lot: Lot, exchange: Exchange, tensors: Sequence[Tensor], terms: Terms) -> list[Slot]:
-    """Return the slots of a lot's tensors; none if nothing is remembered. All ranks of a node ask together."""
-    residuals = exchange.residuals_of(lot)
+def find_entries(
+    bucket: Bucket, exchange: BucketExchange, tensors: Sequence[Tensor], settings: CompressionSettings
+) -> list[StateEntry]:
+    """Return the entries of a bucket's tensors; none if nothing is remembered. All ranks of a node ask together."""
+    residuals = exchange.residuals_of(bucket)
     if residuals is None:
         return []
-    pieces = exchange.pieces_of(lot, list(tensors), terms)
-    mine = [0 if piece is None else math.prod(piece.plan.state_shape) for piece in pieces]
+    shards = exchange.shards_of(bucket, list(tensors), settings)
+    mine = [0 if shard is None else math.prod(shard.plan.state_shape) for shard in shards]
     lengths = longest_on_node(mine, exchange.world)
-    wholes = [
-        whole_of(param, name, like, terms.compressor)
-        for param, name, like in zip(lot.params, lot.names, tensors, strict=True)
+    tensors_unsharded = [
+        find_unsharded(param, name, like, settings.compressor)
+        for param, name, like in zip(bucket.params, bucket.names, tensors, strict=True)
     ]
-    return [Slot(residuals, *found) for found in zip(pieces, lengths, wholes, strict=True)]
+    return [StateEntry(residuals, *found) for found in zip(shards, lengths, tensors_unsharded, strict=True)]
 
 
 def longest_on_node(lengths: Iterable[int], world: World) -> list[int]:

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from flexcomm import InvalidArgumentError, TopologyError
-from flexdemo.backward import BackwardPass
-from flexdemo.lots import Lot
-from flexdemo.replicas import equalise_
+from flexdemo.gradients import Bucket
+from flexdemo.hooks.handle import BackwardPass
+from flexdemo.parameters import broadcast_parameters_
 from flexdemo.torch_private.fsdp1 import flat_params_of, has_saved_gradient, remove_comm_hook, set_comm_hook_state
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexdemo.hook_handle import HookHandle
+    from flexdemo.hooks.handle import HookHandle
 
 __all__ = ["attach_to_flat_units"]
 
@@ -35,12 +35,14 @@ def attach_to_flat_units(model: FullyShardedDataParallel, handle: HookHandle) ->
         _check_unit(name, unit, handle)
     model.register_comm_hook(None, _reduce)
     backward = BackwardPass(handle)
-    for name, unit in units:
-        set_comm_hook_state(unit, _Unit(name, unit, handle, backward))
+    states = [_Unit(name, unit, handle, backward) for name, unit in units]
+    handle.plan([(state.bucket, [state.like]) for state in states])
+    for (_, unit), state in zip(units, states, strict=True):
+        set_comm_hook_state(unit, state)
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         handle.on_remove(lambda unit=unit: remove_comm_hook(unit))  # type: ignore[misc]
-    equalise_([flat for _, unit in units for flat in flat_params_of(unit)], handle.world)
-    equalise_(model.buffers(), handle.world)
+    broadcast_parameters_([flat for _, unit in units for flat in flat_params_of(unit)], handle.world)
+    broadcast_parameters_(model.buffers(), handle.world)
 
 
 def _check_unit(name: str, unit: FullyShardedDataParallel, handle: HookHandle) -> None:
@@ -69,10 +71,9 @@ class _Unit:
     def __init__(self, name: str, unit: FullyShardedDataParallel, handle: HookHandle, backward: BackwardPass) -> None:
         self.handle, self.backward = handle, backward
         (self.flat_param,) = flat_params_of(unit)
-        self.lot = Lot(0, True, (self.flat_param,), (name,))
+        self.bucket = Bucket(0, True, (self.flat_param,), (name,))
         dtype = unit.mixed_precision.reduce_dtype or unit.mixed_precision.param_dtype or self.flat_param.dtype
-        like = torch.empty(self.flat_param.shape, dtype=dtype, device=self.flat_param.device)
-        handle.remember(self.lot, [like])
+        self.like = torch.empty(self.flat_param.shape, dtype=dtype, device=self.flat_param.device)
 
     def is_read_at_once(self, shard: Tensor) -> bool:
         """Return whether FSDP copies or adds up the shard after the hook, instead of keeping it as the gradient."""
@@ -84,4 +85,4 @@ def _reduce(unit: _Unit, gradient: Tensor, shard: Tensor) -> None:
     intra = unit.handle.world.intra
     intra.reduce_scatter(gradient.view(intra.size, -1), out=shard).wait()
     shard.div_(intra.size)
-    unit.backward.send(unit.lot, [shard], at_once=unit.is_read_at_once(shard))
+    unit.backward.send(unit.bucket, [shard], at_once=unit.is_read_at_once(shard))

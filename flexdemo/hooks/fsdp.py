@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from flexcomm import InvalidArgumentError
-from flexcomm.sync import BUCKET_BYTES
-from flexdemo.fsdp1 import attach_to_flat_units
-from flexdemo.fsdp2 import attach_to_units
-from flexdemo.hook_handle import HookHandle
+from flexdemo.hooks.fsdp1 import attach_to_flat_units
+from flexdemo.hooks.fsdp2 import attach_to_units
+from flexdemo.hooks.handle import HookHandle
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -30,7 +29,6 @@ def attach_to_fsdp(
     decay: float = 1.0,
     average: Average = "nodes",
     nonfinite: NonFinitePolicy = "raise",
-    bucket_bytes: int = BUCKET_BYTES,
 ) -> HookHandle:
     """Exchange the gradients of a sharded model between nodes, as far as ``compressor`` sends them.
 
@@ -39,7 +37,7 @@ def attach_to_fsdp(
     added next time: any optimizer can use what arrives. A unit's exchange overlaps the backward of the next ones, if
     gradients are reduced in the parameters' dtype and not accumulated.
     """
-    handle = HookHandle(compressor, world, decay=decay, average=average, nonfinite=nonfinite, bucket_bytes=bucket_bytes)
+    handle = HookHandle(compressor, world, decay=decay, average=average, nonfinite=nonfinite)
     if isinstance(model, FullyShardedDataParallel):
         attach_to_flat_units(model, handle)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from flexcomm import World
-    from flexdemo.resharding import Whole
+    from flexdemo.checkpoint.resharding import UnshardedTensor
 
 __all__ = ["FromOtherNodes", "NodeAxis", "OtherNodes", "Rows", "is_stacked"]
 
@@ -131,7 +131,7 @@ class NodeAxis:
             return rows.values[0]
         return rows.values[self._topology.local_rank] if len(rows.values) == self._topology.local_size else None
 
-    def reshard(self, whole: Whole, rows: Rows) -> Tensor:
+    def reshard(self, whole: UnshardedTensor, rows: Rows) -> Tensor:
         return whole.reshard(rows.values, self._topology.local_size, self._topology.local_rank)
 
     def is_own(self, stacked: Tensor) -> bool:

@@ -8,9 +8,9 @@ import torch
 
 from flexcomm import demo
 from flexcomm.sync import BUCKET_BYTES
-from flexdemo.exchange import Terms
+from flexdemo.base import NodeOptimizer
+from flexdemo.gradients import CompressionSettings
 from flexdemo.parameters import local
-from flexdemo.training import NodeOptimizer
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flexcomm import Compressor, World
     from flexcomm.kernels import Average
     from flexcomm.sync import NonFinitePolicy
-    from flexdemo.exchange import Received
+    from flexdemo.gradients import BucketResult
     from flexdemo.parameters import Group
     from flexdemo.settings import OuterOptimizer, Update
 
@@ -74,13 +74,13 @@ class FlexDeMo(NodeOptimizer):
             overlap=overlap,
         )
 
-    def _terms(self, group: Group) -> Terms:
-        return Terms(group["compressor"], group["decay"], float(group["lr"]), group["alpha"])
+    def _sync_settings(self, group: Group) -> CompressionSettings:
+        return CompressionSettings(group["compressor"], group["decay"], float(group["lr"]), group["alpha"])
 
-    def _apply(self, received: list[Received]) -> None:
-        for lot, averages in received:
-            group = self.param_groups[lot.group]
-            lr, params = float(group["lr"]), [local(param) for param in lot.params]
+    def _apply(self, results: list[BucketResult]) -> None:
+        for bucket, averages in results:
+            group = self.param_groups[bucket.group]
+            lr, params = float(group["lr"]), [local(param) for param in bucket.params]
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
             if group["update"] == "sign":

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint import FromOtherNodes, is_stacked
+from flexdemo.checkpoint.node_axis import FromOtherNodes, is_stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from flexdemo.checkpoint import OtherNodes
-    from flexdemo.hook_handle import HookHandle
+    from flexdemo.checkpoint.node_axis import OtherNodes
+    from flexdemo.hooks.handle import HookHandle
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 

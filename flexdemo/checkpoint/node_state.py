@@ -1,4 +1,4 @@
-"""What an optimizer remembers of every parameter on this rank, into a state dict with a node axis and back."""
+"""An optimizer's state on this rank, residuals included, into a state dict with a node axis and back."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint import NodeAxis
-from flexdemo.node_state import check_sizes, required, stacked_state, take_state_
+from flexdemo.checkpoint.entries import find_entries, load_states, longest_on_node
+from flexdemo.checkpoint.inner_state import check_sizes, required, stacked_state, take_state_
+from flexdemo.checkpoint.node_axis import NodeAxis
+from flexdemo.gradients import check_same_buckets
 from flexdemo.parameters import local, wrapped_like
-from flexdemo.replicas import check_same_lots
-from flexdemo.slots import find_slots, load_states, longest_on_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from flexcomm import World
-    from flexdemo.checkpoint import OtherNodes
-    from flexdemo.feed import Feed
+    from flexdemo.checkpoint.entries import StateEntry, States
+    from flexdemo.checkpoint.node_axis import OtherNodes
+    from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings, GradientExchange
     from flexdemo.local_steps import LocalSteps
     from flexdemo.parameters import Group
-    from flexdemo.slots import Slot, States
 
-__all__ = ["NodeMemory"]
+__all__ = ["NodeState"]
 
 MOMENTUM, UNSENT, OWNER = "momentum", "unsent", "owner"
 """Residuals of gradients, those of the way gone alone, and whose they are."""
@@ -34,28 +34,32 @@ ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
 """Where nodes were together last, how they moved then, and where this one is now."""
 
 
-class NodeMemory:
+class NodeState:
     """The residuals, anchors and moments of an optimizer's parameters."""
 
-    def __init__(self, world: World, feed: Feed, local_steps: LocalSteps | None) -> None:
-        self._world, self._feed, self._local_steps = world, feed, local_steps
+    def __init__(self, world: World, gradients: GradientExchange, local_steps: LocalSteps | None) -> None:
+        self._world, self._gradients, self._local_steps = world, gradients, local_steps
         self._axis = NodeAxis(world)
-        self._slots: dict[Parameter, dict[str, Slot]] = {}
+        self._entries: dict[Parameter, dict[str, StateEntry]] = {}
         self._lengths: dict[Parameter, int] = {}
 
     def measure(self) -> None:
         """Plan what is kept of parameters that joined. The ranks of a node tell each other how much that is."""
-        check_same_lots(self._feed.lots, self._world)
-        exchanges = [(MOMENTUM, self._feed.exchange, self._feed.lots, self._feed.terms_of)]
-        if self._local_steps is not None:
-            steps = self._local_steps
-            exchanges.append((UNSENT, steps.exchange, steps.lots, steps.terms_of))
-        for key, exchange, lots, terms_of in exchanges:
-            for lot in lots:
-                here = [local(param) for param in lot.params]
-                self._lengths |= zip(lot.params, longest_on_node(map(Tensor.numel, here), self._world), strict=True)
-                for param, slot in zip(lot.params, find_slots(lot, exchange, here, terms_of(lot)), strict=False):
-                    self._slots.setdefault(param, {})[key] = slot
+        check_same_buckets(self._gradients.buckets, self._world)
+        gradients, steps = self._gradients, self._local_steps
+        exchanges: list[tuple[str, BucketExchange, list[Bucket], Callable[[Bucket], CompressionSettings]]] = [
+            (MOMENTUM, gradients, gradients.buckets, gradients.settings_of)
+        ]
+        if steps is not None:
+            exchanges.append((UNSENT, steps.exchange, steps.buckets, steps.settings_of))
+        for key, exchange, buckets, settings_of in exchanges:
+            for bucket in buckets:
+                here = [local(param) for param in bucket.params]
+                self._lengths |= zip(bucket.params, longest_on_node(map(Tensor.numel, here), self._world), strict=True)
+                for param, entry in zip(
+                    bucket.params, find_entries(bucket, exchange, here, settings_of(bucket)), strict=False
+                ):
+                    self._entries.setdefault(param, {})[key] = entry
 
     def added_to(self, state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
         """Return torch's state dict with all that is kept here in it."""
@@ -69,7 +73,7 @@ class NodeMemory:
     def taken_from(self, state_dict: dict[str, Any], groups: list[Group], other_nodes: OtherNodes) -> dict[str, Any]:
         """Load all that is kept here, and return the rest for torch to load. Nothing changes if this raises."""
         _check_groups(state_dict["param_groups"], groups)
-        if not any(OWNER in kept for kept in state_dict["state"].values()) and self._slots:
+        if not any(OWNER in kept for kept in state_dict["state"].values()) and self._entries:
             raise InvalidArgumentError(
                 "the state to be loaded holds no residuals at all: it was saved by another optimizer."
             )
@@ -90,9 +94,9 @@ class NodeMemory:
 
     def _saved(self, param: Parameter, state: dict[str, Any]) -> dict[str, Any]:
         here, axis = local(param), self._axis
-        slots = self._slots.get(param, {})
-        saved = {key: slot.saved(axis, here.device) for key, slot in slots.items()}
-        if slots:
+        entries = self._entries.get(param, {})
+        saved = {key: entry.saved(axis, here.device) for key, entry in entries.items()}
+        if entries:
             saved[OWNER] = axis.owner()
         if self._local_steps is None or param not in self._local_steps.anchors:
             return {**state, **saved}
@@ -110,14 +114,14 @@ class NodeMemory:
         other_nodes: OtherNodes,
         states: States,
     ) -> None:
-        slots = self._slots.get(param, {})
+        entries = self._entries.get(param, {})
         if not saved:
             # Frozen when it was saved: it begins anew.
             return
-        if slots:
+        if entries:
             self._axis.check_owner(required(saved, OWNER))
-        for key, slot in slots.items():
-            slot.take(required(saved, key), self._axis, key, other_nodes, states)
+        for key, entry in entries.items():
+            entry.take(required(saved, key), self._axis, key, other_nodes, states)
 
     def _take_places(
         self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes

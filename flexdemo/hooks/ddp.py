@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from flexcomm.sync import BUCKET_BYTES
-from flexdemo.hook_handle import HookHandle
-from flexdemo.lots import Lot
+from flexdemo.gradients import Bucket
+from flexdemo.hooks.handle import HookHandle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,51 +42,48 @@ class CompressionState(HookHandle):
         decay: float = 1.0,
         average: Average = "nodes",
         nonfinite: NonFinitePolicy = "raise",
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        super().__init__(
-            compressor, world, decay=decay, average=average, nonfinite=nonfinite, bucket_bytes=bucket_bytes
-        )
+        super().__init__(compressor, world, decay=decay, average=average, nonfinite=nonfinite)
         self._names = dict(names or {})
-        self._lots: dict[tuple[str, ...], Lot] = {}
-        self._leaving: dict[Lot, tuple[GradBucket, torch.futures.Future[Tensor]]] = {}
+        self._buckets: dict[tuple[str, ...], Bucket] = {}
+        self._sent: dict[Bucket, tuple[GradBucket, torch.futures.Future[Tensor]]] = {}
         if names:
             params = tuple(names)
             # All of them at once: torch fills buckets when it likes, and states must be known before.
-            self.remember(Lot(0, False, params, tuple(names.values())), params)
+            self.plan([(Bucket(0, False, params, tuple(names.values())), params)])
         self.is_active = True
         self.on_remove(lambda: setattr(self, "is_active", False))
 
-    def send(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start a bucket's exchange; with the last of a backward pass, all of them are finished."""
-        lot = self._lot_of(bucket)
+    def send(self, grad_bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start the exchange of one of DDP's buckets; with the last of a backward pass, all of them are finished."""
+        bucket = self._bucket_of(grad_bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._leaving[lot] = bucket, future
-        self.start(lot, bucket.gradients())
-        if bucket.is_last():
+        self._sent[bucket] = grad_bucket, future
+        self.start(bucket, grad_bucket.gradients())
+        if grad_bucket.is_last():
             self._finish()
         return future
 
-    def _lot_of(self, bucket: GradBucket) -> Lot:
-        """Return the bucket's parameters as a lot: torch fills buckets anew after the first step."""
-        params = cast("list[Parameter]", bucket.parameters())  # torch says tensors; they are what DDP was given
+    def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
+        """Return a bucket with the names of its parameters: torch fills buckets anew after the first step."""
+        params = cast("list[Parameter]", grad_bucket.parameters())  # torch says tensors; they are what DDP was given
         names = tuple(self._names.setdefault(param, str(len(self._names))) for param in params)
-        if names not in self._lots:
-            self._lots[names] = Lot(0, False, tuple(params), names)
-            if not self.remembers(names):
-                self.remember(self._lots[names], bucket.gradients())
-        return self._lots[names]
+        if names not in self._buckets:
+            self._buckets[names] = Bucket(0, False, tuple(params), names)
+            if not self.has_planned(names):
+                self.plan([(self._buckets[names], grad_bucket.gradients())])
+        return self._buckets[names]
 
     def _finish(self) -> None:
-        leaving, self._leaving = self._leaving, {}
-        received = self.exchange.finish()
-        for lot, averages in received or []:
-            for gradient, average in zip(leaving[lot][0].gradients(), averages, strict=True):
+        sent, self._sent = self._sent, {}
+        results = self.exchange.finish()
+        for bucket, averages in results or []:
+            for gradient, average in zip(sent[bucket][0].gradients(), averages, strict=True):
                 gradient.copy_(average)
-        for bucket, future in leaving.values():
-            if received is None:
-                bucket.buffer().zero_()
-            future.set_result(bucket.buffer())
+        for grad_bucket, future in sent.values():
+            if results is None:
+                grad_bucket.buffer().zero_()
+            future.set_result(grad_bucket.buffer())
         self.step += 1
 
 
@@ -110,7 +106,6 @@ def attach_to_ddp(
     decay: float = 1.0,
     average: Average = "nodes",
     nonfinite: NonFinitePolicy = "raise",
-    bucket_bytes: int = BUCKET_BYTES,
 ) -> HookHandle:
     """Exchange the gradients of ``model``, which spans all ranks, between nodes as far as ``compressor`` sends them.
 
@@ -125,7 +120,6 @@ def attach_to_ddp(
         decay=decay,
         average=average,
         nonfinite=nonfinite,
-        bucket_bytes=bucket_bytes,
     )
     model.register_comm_hook(state, compression_hook)
     return state

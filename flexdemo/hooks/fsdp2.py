@@ -11,10 +11,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from flexcomm import InvalidArgumentError
-from flexdemo.backward import BackwardPass
-from flexdemo.lots import Lot
-from flexdemo.parameters import check_parameter, local
-from flexdemo.replicas import equalise_
+from flexdemo.gradients import Bucket
+from flexdemo.hooks.handle import BackwardPass
+from flexdemo.parameters import broadcast_parameters_, check_parameter, local
 from flexdemo.torch_private.autograd import has_post_accumulate_grad_hooks
 from flexdemo.torch_private.fsdp2 import param_groups_of
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
-    from flexdemo.hook_handle import HookHandle
+    from flexdemo.hooks.handle import HookHandle
     from flexdemo.torch_private.fsdp2 import ParamGroup
 
 __all__ = ["attach_to_units"]
@@ -48,10 +47,11 @@ def attach_to_units(model: Module, handle: HookHandle) -> None:
         for group in param_groups_of(unit)
     ]
     _check_all_are_sharded(names, [shard for _, _, shards in found for shard in shards])
+    handle.plan([(_bucket_of(tuple(shards)), _likes(group, shards, handle)) for _, group, shards in found])
     backward = BackwardPass(handle)
     for unit, group, shards in found:
         _watch(unit, group, shards, handle, backward)
-    equalise_([*model.parameters(), *model.buffers()], handle.world)
+    broadcast_parameters_([*model.parameters(), *model.buffers()], handle.world)
 
 
 def _shards_in(group: ParamGroup, names: dict[Parameter, str], handle: HookHandle) -> list[Shard]:
@@ -79,7 +79,7 @@ def _check_all_are_sharded(names: dict[Parameter, str], shards: list[Shard]) -> 
 def _check_group(group: ParamGroup) -> None:
     """Raise if what a hook sees would not be the node's mean."""
     if group.has_all_reduce_hook:
-        raise InvalidArgumentError("this model has an all-reduce hook already: detach the handle it has first.")
+        raise InvalidArgumentError("this model has an all-reduce hook already: remove() the handle it has first.")
     if group.reduce_dtype == torch.float16:
         raise InvalidArgumentError(
             "gradients are reduced as float16, which FSDP adds up without dividing and divides after the exchange: "
@@ -104,14 +104,12 @@ def _check_grad_dtype(param: Parameter, name: str) -> None:
 def _watch(
     unit: FSDPModule, group: ParamGroup, shards: list[Shard], handle: HookHandle, backward: BackwardPass
 ) -> None:
-    likes = [torch.empty(shard.size, dtype=group.reduce_dtype, device=handle.world.device) for shard in shards]
-    handle.remember(_lot_of(tuple(shards)), likes)
-    lot_of = lru_cache(maxsize=None)(_lot_of)
+    bucket_of = lru_cache(maxsize=None)(_bucket_of)
 
     def exchange(flat: Tensor) -> None:
         trained = tuple(shard for shard in shards if shard.param.requires_grad)
         gradients = _cut(flat, trained)
-        backward.send(lot_of(trained), gradients, at_once=_is_read_at_once(flat, trained))
+        backward.send(bucket_of(trained), gradients, at_once=_is_read_at_once(flat, trained))
 
     # Else torch leaves unused parameters out, and which ones may differ from rank to rank.
     unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -120,8 +118,13 @@ def _watch(
     handle.on_remove(lambda: unit.set_all_reduce_hook(None))  # type: ignore[arg-type]
 
 
-def _lot_of(shards: tuple[Shard, ...]) -> Lot:
-    return Lot(0, True, tuple(shard.param for shard in shards), tuple(shard.name for shard in shards))
+def _likes(group: ParamGroup, shards: list[Shard], handle: HookHandle) -> list[Tensor]:
+    """Return tensors shaped as the gradients that the hook will see."""
+    return [torch.empty(shard.size, dtype=group.reduce_dtype, device=handle.world.device) for shard in shards]
+
+
+def _bucket_of(shards: tuple[Shard, ...]) -> Bucket:
+    return Bucket(0, True, tuple(shard.param for shard in shards), tuple(shard.name for shard in shards))
 
 
 def _cut(flat: Tensor, shards: tuple[Shard, ...]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from flexdemo.parameters import local, wrapped_like
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from flexdemo.checkpoint import NodeAxis, OtherNodes
+    from flexdemo.checkpoint.node_axis import NodeAxis, OtherNodes
     from flexdemo.parameters import Group
 
 __all__ = ["check_sizes", "required", "stacked_state", "take_state_"]

@@ -1,0 +1,490 @@
+"""Gradients between nodes: the buckets of an optimizer, when they are sent, and what comes back.
+
+:class:`BucketExchange` sends buckets and receives all of them or none; hooks and local steps use it as it is.
+:class:`GradientExchange` adds what an optimizer needs: its parameters planned into buckets, sent as backward makes
+their gradients ready.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakMethod
+
+import torch
+from torch.distributed.fsdp import FlatParameter
+
+from flexcomm import (
+    ConfigMismatchError,
+    FlexcommError,
+    InvalidArgumentError,
+    Residuals,
+    SyncError,
+    TensorSpec,
+    TransportError,
+)
+from flexcomm.sync import choose_algorithms, fill_buckets, plan_sync, shards_held, start_planned
+from flexdemo.parameters import gradient_of, is_sharded, local, names_of
+from flexdemo.torch_private.autograd import version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+    from torch.nn import Parameter
+    from torch.utils.hooks import RemovableHandle
+
+    from flexcomm import Compressor, SyncHandle, World
+    from flexcomm.kernels import Average
+    from flexcomm.sync import AlgorithmOption, NonFinitePolicy, SyncPlan, TensorShard
+    from flexdemo.parameters import Group
+
+__all__ = [
+    "Bucket",
+    "BucketExchange",
+    "BucketResult",
+    "CompressionSettings",
+    "GradientExchange",
+    "ReadyBuckets",
+    "check_same_buckets",
+    "choose_algorithm",
+    "plan_buckets",
+]
+
+
+@dataclass(frozen=True)
+class CompressionSettings:
+    """What is sent of a bucket, and how it joins what was not sent before: ``decay * residual + gain * gradient``."""
+
+    compressor: Compressor
+    decay: float = 1.0
+    gain: float = 1.0
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Parameters whose gradients travel together: of parameter group number ``group``, one dtype and one device.
+
+    ``averaged`` says whether gradients are averaged inside the node before the optimizer sees them.
+    """
+
+    group: int
+    averaged: bool
+    params: tuple[Parameter, ...]
+    names: tuple[str, ...]
+
+
+class BucketResult(NamedTuple):
+    """What all nodes hold of a bucket after an exchange; ``averages`` are overwritten by the next one."""
+
+    bucket: Bucket
+    averages: list[Tensor]
+
+
+def plan_buckets(groups: list[Group], bucket_bytes: int, wanted: Callable[[Parameter], bool]) -> list[Bucket]:
+    """Put all wanted parameters into buckets of up to so many bytes, the last parameters first.
+
+    That is the order in which a backward pass makes gradients ready. Buckets follow from the parameters alone, not from
+    whether they are sent early: results must not depend on it.
+    """
+    alike: dict[tuple[int, bool, torch.device], list[tuple[Parameter, str]]] = {}
+    for number, (group, names) in reversed(list(enumerate(zip(groups, names_of(groups), strict=True)))):
+        for param, name in zip(reversed(group["params"]), reversed(names), strict=True):
+            if wanted(param):
+                alike.setdefault((number, _is_averaged(param, group), param.device), []).append((param, name))
+    buckets = []
+    for (number, averaged, _), named in alike.items():
+        for members in fill_buckets([_spec_of(local(param), name) for param, name in named], bucket_bytes):
+            params, named_as = zip(*(named[member] for member in members), strict=True)
+            buckets.append(Bucket(number, averaged, params, named_as))
+    return buckets
+
+
+def _is_averaged(param: Parameter, group: Group) -> bool:
+    told: bool | None = group.get("node_averaged")
+    return is_sharded(param) if told is None else told
+
+
+def _spec_of(tensor: Tensor, name: str) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+
+
+def choose_algorithm(
+    tensors: Sequence[Tensor], names: Sequence[str], compressor: Compressor, world: World
+) -> AlgorithmOption:
+    """Return the algorithm for all tensors of one dtype, however they are put into buckets."""
+    specs = [_spec_of(x, name) for x, name in zip(tensors, names, strict=True)]
+    (chosen,) = choose_algorithms(specs, compressor, world.inter.size).values()
+    return chosen.algorithm
+
+
+def check_same_buckets(buckets: Iterable[Bucket], world: World) -> None:
+    """Raise on all ranks unless all of them train the same parameters, in the same order.
+
+    Also if they agreed before: a rank that has other buckets now would wait in another collective than the rest.
+    """
+    names = repr([(bucket.group, bucket.averaged, bucket.names) for bucket in buckets])
+    digest = hashlib.blake2b(names.encode(), digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+    digests = world.control.all_gather(mine).wait().view(-1).tolist()
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if odd:
+        raise ConfigMismatchError(
+            f"ranks {odd} train other parameters than rank 0: freeze, unfreeze and add the same ones on all ranks. "
+            f"This rank has {names}."
+        )
+
+
+class _Started(NamedTuple):
+    result: BucketResult
+    handle: SyncHandle[list[Tensor]]
+
+
+class BucketExchange:
+    """Buckets under way between nodes, and the residuals of what was not sent of them.
+
+    ``residuals[group]`` are kept by the number of the parameter group; none at all without ``has_residuals``.
+    """
+
+    def __init__(self, world: World, *, average: Average, nonfinite: NonFinitePolicy, has_residuals: bool) -> None:
+        self.world = world
+        self.residuals: dict[int, Residuals] = {}
+        self._average, self._nonfinite, self._has_residuals = average, nonfinite, has_residuals
+        self._outputs: dict[Bucket, list[Tensor]] = {}
+        self._plans: dict[tuple[Bucket, Compressor, AlgorithmOption, NonFinitePolicy], SyncPlan] = {}
+        self._algorithms: dict[Hashable, AlgorithmOption] = {}
+        self._started: list[_Started] = []
+        self._failures: list[FlexcommError] = []
+        self._has_shards = False
+
+    def residuals_of(self, bucket: Bucket) -> Residuals | None:
+        return self.residuals.setdefault(bucket.group, Residuals()) if self._has_residuals else None
+
+    def shards_of(
+        self, bucket: Bucket, tensors: list[Tensor], settings: CompressionSettings
+    ) -> list[TensorShard | None]:
+        """Return, for each tensor, the shard whose residual this rank keeps; None if it keeps none."""
+        return shards_held(self._plan_for(bucket, tensors, settings.compressor, "auto", self._nonfinite))
+
+    def start(
+        self,
+        bucket: Bucket,
+        tensors: list[Tensor],
+        settings: CompressionSettings,
+        step: int,
+        *,
+        algorithm: AlgorithmOption = "auto",
+        nonfinite: NonFinitePolicy | None = None,
+    ) -> None:
+        """Start the exchange of a bucket's tensors; ``nonfinite`` overrules what the exchange was made with."""
+        residuals = self.residuals_of(bucket)
+        if residuals is not None:
+            residuals.decay, residuals.gain, residuals.alpha = settings.decay, settings.gain, settings.alpha
+        if bucket not in self._outputs:
+            self._outputs[bucket] = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        averages = self._outputs[bucket]
+        self._has_shards |= bucket.averaged
+        plan = self._plan_for(bucket, tensors, settings.compressor, algorithm, nonfinite or self._nonfinite)
+        try:
+            handle = start_planned(plan, tensors, world=self.world, residuals=residuals, step=step, out=averages)
+        except TransportError:
+            self.cancel()
+            raise
+        except FlexcommError as failure:
+            # Kept until the end: the other ranks of this node wait there, and learn of it.
+            self._failures.append(failure)
+        else:
+            self._started.append(_Started(BucketResult(bucket, averages), handle))
+
+    def algorithm_of(self, bucket: Bucket, buckets: Iterable[Bucket], compressor: Compressor) -> AlgorithmOption:
+        """Return one algorithm for all ``buckets`` of this one's parameter group, dtype and device.
+
+        For all of them, because the size of buckets must not change what is sent.
+        """
+        key = _alike(bucket, compressor)
+        if key not in self._algorithms:
+            alike = [other for other in buckets if _alike(other, compressor) == key]
+            tensors = [local(param) for other in alike for param in other.params]
+            names = [name for other in alike for name in other.names]
+            self._algorithms[key] = choose_algorithm(tensors, names, compressor, self.world)
+        return self._algorithms[key]
+
+    def finish(self) -> list[BucketResult] | None:
+        """Return what was received, of all buckets; None if all ranks skip it. Nothing has changed if this raises."""
+        started, failures = self._started, self._failures
+        self._started, self._failures = [], []
+        try:
+            failures += [failure for one in started if (failure := _wait(one.handle)) is not None]
+            skipped = any(one.handle.record.skipped for one in started)
+            failed_ranks, skipped = self._share_outcome(failed=bool(failures), skipped=skipped)
+        except TransportError:
+            _roll_back(started)
+            raise
+        if failed_ranks or skipped:
+            _roll_back(started)
+        if failures:
+            raise failures[0]
+        if failed_ranks:
+            raise SyncError(
+                f"{failed_ranks} other ranks of this node could not exchange their shards, and nothing was changed; "
+                f"their own errors say why. Skip this step."
+            )
+        return None if skipped else [one.result for one in started]
+
+    def cancel(self) -> None:
+        """End what is under way as if it had not begun."""
+        started, self._started, self._failures = self._started, [], []
+        for one in started:
+            with suppress(TransportError):
+                _wait(one.handle)
+        _roll_back(started)
+
+    def forget_buckets(self) -> None:
+        """Free the memory of buckets that are no longer what they were."""
+        self._outputs.clear()
+        self._plans.clear()
+        self._algorithms.clear()
+
+    def _plan_for(
+        self,
+        bucket: Bucket,
+        tensors: list[Tensor],
+        compressor: Compressor,
+        algorithm: AlgorithmOption,
+        nonfinite: NonFinitePolicy,
+    ) -> SyncPlan:
+        """Return the plan of one bucket, which is never cut again."""
+        key = bucket, compressor, algorithm, nonfinite
+        if key not in self._plans:
+            self._plans[key] = plan_sync(
+                tensors,
+                compressor,
+                world=self.world,
+                all_ranks=not bucket.averaged,
+                names=bucket.names,
+                average=self._average,
+                algorithm=algorithm,
+                nonfinite=nonfinite,
+                bucket_bytes=None,
+                has_residuals=self._has_residuals,
+            )
+        return self._plans[key]
+
+    def _share_outcome(self, *, failed: bool, skipped: bool) -> tuple[int, bool]:
+        """Return how many ranks of this node failed, and whether any skips.
+
+        Shards are exchanged by ranks of one local rank, so the others do not know. Whole tensors are not.
+        """
+        intra = self.world.intra
+        if intra.size == 1 or not self._has_shards:
+            return int(failed), skipped
+        outcome = torch.tensor([failed, skipped], dtype=torch.int32, device=self.world.device)
+        failures, skips = intra.all_reduce(outcome).wait().tolist()
+        return failures, bool(skips)
+
+
+def _wait(handle: SyncHandle[list[Tensor]]) -> FlexcommError | None:
+    try:
+        handle.wait()
+    except TransportError:
+        raise
+    except FlexcommError as failure:
+        return failure
+    return None
+
+
+def _roll_back(started: list[_Started]) -> None:
+    for one in started:
+        one.handle.rollback()
+
+
+class ReadyBuckets:
+    """Launches buckets, always in the same order, each when all its gradients are there and those before are launched.
+
+    All ranks must start collectives in one order, but gradients become ready in any, and some never. What backward did
+    not launch, :meth:`launch_rest` launches.
+    """
+
+    def __init__(self, launch: Callable[[Bucket], None]) -> None:
+        self._launch = launch
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[Tensor, int] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._paused = False
+        self.reset()
+
+    def watch(self, buckets: list[Bucket], *, early: bool) -> None:
+        """Count these buckets' gradients from now on; without ``early``, only :meth:`launch_rest` launches."""
+        for hook in self._hooks:
+            hook.remove()
+        known, self._buckets = self._buckets, list(buckets)
+        self._bucket_of = {param: number for number, bucket in enumerate(buckets) for param in bucket.params}
+        # A flat parameter of FSDP1 holds the whole unit's gradient when its hooks run.
+        watched = [param for param in self._bucket_of if early and not isinstance(param, FlatParameter)]
+        count = WeakMethod(self._count)
+        self._hooks = [param.register_post_accumulate_grad_hook(partial(_count_if_alive, count)) for param in watched]  # type: ignore[no-untyped-call]
+        if self._buckets[: len(known)] == known:
+            # Buckets were added, perhaps in the middle of an iteration: what was launched stays launched.
+            self._missing += [len(bucket.params) for bucket in self._buckets[len(known) :]]
+        else:
+            self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._versions: dict[Tensor, tuple[int, int]] = {}
+        self._missing = [len(bucket.params) for bucket in self._buckets]
+        self._launched = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing: gradients are still being accumulated."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether some buckets of this iteration are on their way, and others may not be."""
+        return self._launched > 0
+
+    def unlaunched(self) -> list[Bucket]:
+        """Return the buckets that are left to launch, in order, and count them as launched."""
+        rest, self._launched = self._buckets[self._launched :], len(self._buckets)
+        return rest
+
+    def launch_rest(self) -> None:
+        """Launch what was not, whether or not its gradients are there."""
+        for bucket in self.unlaunched():
+            self._launch(bucket)
+
+    def check_unchanged(self) -> None:
+        """Raise if a gradient is no longer what was launched."""
+        for param, version in self._versions.items():
+            if self._bucket_of[param] >= self._launched:
+                continue
+            if param.grad is None or _version_of(param.grad) != version:
+                raise InvalidArgumentError(
+                    "a gradient was changed after its exchange had begun. With overlap=True, or 'backward', gradients "
+                    "leave during backward(): use overlap=False, or 'step', to clip or unscale them, and no_sync() to "
+                    "accumulate them."
+                )
+
+    def _count(self, param: Tensor) -> None:
+        if self._paused or param.grad is None:
+            return
+        if param in self._versions:
+            raise InvalidArgumentError(
+                "backward() ran twice before step(), and gradients are on their way since the first. Accumulate in "
+                "`with optimizer.no_sync():` and leave it for the last backward(), or use overlap=False, or 'step'."
+            )
+        self._versions[param] = _version_of(param.grad)
+        self._missing[self._bucket_of[param]] -= 1
+        while self._launched < len(self._buckets) and self._missing[self._launched] == 0:
+            self._launched += 1
+            self._launch(self._buckets[self._launched - 1])
+
+
+def _count_if_alive(count: WeakMethod[Any], param: Tensor) -> None:
+    """Count a gradient; none for an optimizer that nobody holds any more but its own hooks."""
+    alive = count()
+    if alive is not None:
+        alive(param)
+
+
+def _version_of(gradient: Tensor) -> tuple[int, int]:
+    """Return where a gradient lies, and how often it was changed there."""
+    return local(gradient).data_ptr(), version_of(local(gradient))
+
+
+class GradientExchange(BucketExchange):
+    """The exchange of the gradients of an optimizer's parameters.
+
+    ``groups`` are the optimizer's own, looked at again for every step: parameters may be frozen or added late.
+    ``settings_of`` returns what is sent of a group's gradients.
+    """
+
+    def __init__(
+        self,
+        groups: list[Group],
+        world: World,
+        settings_of: Callable[[Group], CompressionSettings],
+        *,
+        average: Average,
+        nonfinite: NonFinitePolicy,
+        bucket_bytes: int,
+        has_residuals: bool,
+        overlap: bool,
+    ) -> None:
+        super().__init__(world, average=average, nonfinite=nonfinite, has_residuals=has_residuals)
+        self.buckets: list[Bucket] = []
+        self._groups, self._settings_of = groups, settings_of
+        self._bucket_bytes, self._overlap = bucket_bytes, overlap
+        self._trainable: list[Tensor] = []
+        self._ready = ReadyBuckets(self._start)
+
+    def refresh(self) -> bool:
+        """Plan buckets anew if other parameters want gradients than before; return whether they do."""
+        trainable = [param for group in self._groups for param in group["params"] if param.requires_grad]
+        if len(trainable) == len(self._trainable) and all(map(_is_same, trainable, self._trainable)):
+            return False
+        # What is on its way belongs to the buckets before.
+        self.cancel()
+        self._trainable = trainable
+        self.forget_buckets()
+        self.buckets = plan_buckets(self._groups, self._bucket_bytes, lambda param: param.requires_grad)
+        self._ready.watch(self.buckets, early=self._overlap)
+        return True
+
+    def exchange(self, scale: Tensor | None, nonfinite: NonFinitePolicy | None) -> list[BucketResult] | None:
+        """Return the averages of all gradients, divided by ``scale``, as far as they were sent; None to skip a step."""
+        try:
+            self._ready.check_unchanged()
+            if scale is not None and self._overlap:
+                raise InvalidArgumentError(
+                    "GradScaler unscales gradients after the backward pass, but overlap=True sends them before: use "
+                    "overlap=False, or bfloat16, which needs no scaler."
+                )
+            for bucket in self._ready.unlaunched():
+                self._start(bucket, scale, nonfinite)
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            self._ready.reset()
+        return self.finish()
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._ready.reset()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Send nothing during backward passes."""
+        return self._ready.paused()
+
+    def settings_of(self, bucket: Bucket) -> CompressionSettings:
+        return self._settings_of(self._groups[bucket.group])
+
+    def _start(self, bucket: Bucket, scale: Tensor | None = None, nonfinite: NonFinitePolicy | None = None) -> None:
+        gradients = [gradient_of(param) for param in bucket.params]
+        if scale is not None:
+            gradients = list(torch._foreach_div(gradients, scale))
+        settings = self.settings_of(bucket)
+        algorithm = self.algorithm_of(bucket, self.buckets, settings.compressor)
+        step = self._groups[bucket.group]["step"]
+        self.start(bucket, gradients, settings, step, algorithm=algorithm, nonfinite=nonfinite)
+
+
+def _alike(bucket: Bucket, compressor: Compressor) -> Hashable:
+    first = bucket.params[0]
+    return compressor, bucket.group, bucket.averaged, first.dtype, first.device
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other
