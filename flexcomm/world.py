@@ -107,6 +107,11 @@ class World:
             self, topology=topology, inter=inter, _inter_consistency=ConsistencyCheck(inter), _closers=[], _clone=None
         )
 
+    @property
+    def can_clone_groups(self) -> bool:
+        """Whether :meth:`clone_groups` is possible: not for a part of a world."""
+        return self._clone is not None
+
     def clone_groups(self) -> World:
         """Return the same ranks with process groups (communicators) of their own; they end with this world.
 

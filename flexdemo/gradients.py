@@ -151,8 +151,17 @@ class BucketExchange:
     ``residuals[group]`` are kept by the number of the parameter group; none at all without ``has_residuals``.
     """
 
-    def __init__(self, world: World, *, average: Average, nonfinite: NonFinitePolicy, has_residuals: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        average: Average,
+        nonfinite: NonFinitePolicy,
+        has_residuals: bool,
+        in_background: bool,
+    ) -> None:
         self.world = world
+        self._in_background = in_background
         self.residuals: dict[int, Residuals] = {}
         self._average, self._nonfinite, self._has_residuals = average, nonfinite, has_residuals
         self._outputs: dict[Bucket, list[Tensor]] = {}
@@ -266,6 +275,7 @@ class BucketExchange:
                 compressor,
                 world=self.world,
                 all_ranks=not bucket.averaged,
+                in_background=self._in_background,
                 names=bucket.names,
                 average=self._average,
                 algorithm=algorithm,
@@ -422,7 +432,9 @@ class GradientExchange(BucketExchange):
         has_residuals: bool,
         overlap: bool,
     ) -> None:
-        super().__init__(world, average=average, nonfinite=nonfinite, has_residuals=has_residuals)
+        super().__init__(
+            world, average=average, nonfinite=nonfinite, has_residuals=has_residuals, in_background=overlap
+        )
         self.buckets: list[Bucket] = []
         self._groups, self._settings_of = groups, settings_of
         self._bucket_bytes, self._overlap = bucket_bytes, overlap

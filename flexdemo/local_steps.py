@@ -39,7 +39,9 @@ class LocalSteps:
         bucket_bytes: int,
     ) -> None:
         self.every = every
-        self.exchange = BucketExchange(world, average="nodes", nonfinite=nonfinite, has_residuals=True)
+        self.exchange = BucketExchange(
+            world, average="nodes", nonfinite=nonfinite, has_residuals=True, in_background=False
+        )
         self.anchors: dict[Parameter, Tensor] = {}
         self.velocities: dict[Parameter, Tensor] = {}
         self._groups, self._outer, self._bucket_bytes = groups, outer, bucket_bytes

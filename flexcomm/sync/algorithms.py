@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from flexcomm.errors import FlexcommError
     from flexcomm.kernels import Momentum
     from flexcomm.sync.bucket import BucketContext
-    from flexcomm.transport import Handle
+    from flexcomm.transport import Handle, Transport
 
 __all__ = [
+    "LEGS",
     "Collective",
     "FailedExchange",
     "GatheredPayloads",
@@ -47,21 +48,24 @@ __all__ = [
     "reduce",
 ]
 
-Leg = Literal["reduce_inside", "lengths", "exchange", "gather_inside"]
-"""Where a collective belongs: inside the node, or between nodes."""
+Leg = Literal["reduce_inside", "exchange", "second_exchange", "gather_inside"]
+"""A part of a bucket's path with at most one collective: inside the node, or between nodes."""
+LEGS: tuple[Leg, ...] = get_args(Leg)
 
 
 class Collective(NamedTuple):
     """A collective that a bucket asks its driver to start; the bucket is resumed with the result."""
 
     leg: Leg
-    start: Callable[[], Handle[Any]]
+    start: Callable[[Transport], Handle[Any]]
     sent_bytes: int
     received_bytes: int
+    is_short: bool = False
+    """Whether it is answered at once by all ranks, so that waiting for it costs little."""
 
     @property
     def level(self) -> Literal["intra", "inter"]:
-        return "inter" if self.leg in ("lengths", "exchange") else "intra"
+        return "inter" if self.leg in ("exchange", "second_exchange") else "intra"
 
 
 T = TypeVar("T")
@@ -139,7 +143,7 @@ def gather(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     ctx.record.payload_bytes += nbytes
     received = ctx.buffers.get("gathered", lambda: _make_gathered(ctx))
     moved = (ctx.nodes - 1) * nbytes
-    yield Collective("exchange", partial(ctx.inter.all_gather, encoder.buffer, received.gathered), moved, moved)
+    yield Collective("exchange", methodcaller("all_gather", encoder.buffer, received.gathered), moved, moved)
     return received
 
 
@@ -159,7 +163,7 @@ def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
     nbytes = encode_(ctx, encoder, shard, ctx.states)
     moved = (ctx.nodes - 1) * torch.int64.itemsize
     length = torch.tensor([nbytes], device="cpu")
-    lengths = yield Collective("lengths", partial(ctx.inter.all_gather, length), moved, moved)
+    lengths = yield Collective("exchange", methodcaller("all_gather", length), moved, moved, is_short=True)
     counts: list[int] = lengths.view(-1).tolist()
     for sender, count in zip(ctx.senders, counts, strict=True):
         if not 0 < count <= most:
@@ -168,8 +172,8 @@ def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
     ctx.record.payload_bytes += nbytes
     room = ctx.buffers.get("gathered of any length", lambda: ctx.buffers.allocate(ctx.nodes * most))
     gathered = room[: sum(counts)]
-    start = partial(ctx.inter.all_gatherv, encoder.buffer[:nbytes], counts, gathered)
-    yield Collective("exchange", start, (ctx.nodes - 1) * nbytes, sum(counts) - nbytes)
+    start = methodcaller("all_gatherv", encoder.buffer[:nbytes], counts, gathered)
+    yield Collective("second_exchange", start, (ctx.nodes - 1) * nbytes, sum(counts) - nbytes)
     return GatheredPayloads(gathered, Decoder(ctx.buffer_plan, gathered, regions_of(ctx.senders, counts), ctx.kernels))
 
 
@@ -217,7 +221,7 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     reduced.nonfinite.fill_(bool(ctx.nonfinite))
     ctx.record.payload_bytes += reduced.values.nbytes
     moved = 2 * reduced.values.nbytes * (ctx.nodes - 1) // ctx.nodes
-    yield Collective("exchange", partial(ctx.inter.all_reduce, reduced.values), moved, moved)
+    yield Collective("exchange", methodcaller("all_reduce", reduced.values), moved, moved)
     return reduced
 
 

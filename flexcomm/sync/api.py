@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensor
 from flexcomm.sync.engine import SyncCall, engine_of
 from flexcomm.sync.outputs import check_outputs
 from flexcomm.sync.plan import AlgorithmOption, NonFinitePolicy, SyncPlan, SyncSettings
+from flexcomm.sync.workers import can_run_in_background
 from flexcomm.world import World, default_world
 
 if TYPE_CHECKING:
@@ -92,18 +93,9 @@ def hierarchical_sync(
         tensor([0., 0., 0., 0., 0., 0., 6., 7.])
 
     """
-    return start_sync(
-        tensors,
-        compressor,
-        world=world,
-        residuals=residuals,
-        names=names,
-        step=step,
-        average=average,
-        algorithm=algorithm,
-        nonfinite=nonfinite,
-        bucket_bytes=bucket_bytes,
-        out=out,
+    driven = _Driven(world or default_world(), all_ranks=True, in_background=False)
+    return _start(
+        driven, tensors, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out
     ).wait()
 
 
@@ -123,7 +115,8 @@ def start_sync(
 ) -> SyncHandle[T]:
     """Start :func:`hierarchical_sync`, which explains the arguments, and return a handle.
 
-    It returns when all buckets are on their way between nodes: compute, then ``handle.wait()``.
+    Compute, then ``handle.wait()``; until then, the inputs must not change. Tensors on the CPU are encoded, sent and
+    received by comm threads meanwhile; tensors on a GPU are on their way between nodes when this returns.
 
     Example:
         >>> import torch, flexcomm
@@ -133,10 +126,8 @@ def start_sync(
         tensor([1., 1., 1.])
 
     """
-    world = world or default_world()
-    return _start(
-        world, True, tensors, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out
-    )
+    driven = _Driven(world or default_world(), all_ranks=True, in_background=True)
+    return _start(driven, tensors, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out)
 
 
 def start_exchange(
@@ -165,10 +156,8 @@ def start_exchange(
         tensor([1., 1., 1.])
 
     """
-    world = world or default_world()
-    return _start(
-        world, False, shards, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out
-    )
+    driven = _Driven(world or default_world(), all_ranks=False, in_background=True)
+    return _start(driven, shards, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out)
 
 
 def plan_sync(
@@ -177,6 +166,7 @@ def plan_sync(
     *,
     world: World,
     all_ranks: bool = True,
+    in_background: bool = False,
     names: Sequence[str] | None = None,
     average: Average = "nodes",
     algorithm: AlgorithmOption = "auto",
@@ -191,6 +181,7 @@ def plan_sync(
         compressor: what is sent between nodes.
         world: the ranks.
         all_ranks: True to average over all ranks, False for the inter-node leg alone, as :func:`start_exchange`.
+        in_background: whether comm threads drive the calls where they can, while the caller computes.
         names: as for :func:`hierarchical_sync`, like the arguments below.
         average: what sums are divided by.
         algorithm: how buckets cross between nodes.
@@ -202,13 +193,15 @@ def plan_sync(
     engine, topology = engine_of(world), world.topology
     intra = world.intra if all_ranks else engine.node_of_one
     groups = topology.inter_groups if all_ranks else [topology.inter_groups[topology.local_rank]]
+    device = _device_of(tensors)
     return SyncPlan(
         SyncSettings(_specs_of(tensors, names), compressor, average, algorithm, nonfinite, bucket_bytes, has_residuals),
-        _device_of(tensors),
+        device,
         world.inter.size,
         intra.size,
         intra.rank,
         all_ranks,
+        in_background and can_run_in_background(world, device),
         [[f"rank {rank} (node {node})" for node, rank in enumerate(group)] for group in groups],
     )
 
@@ -284,9 +277,16 @@ class SyncHandle(Generic[T]):
         return self._call.record
 
 
+class _Driven(NamedTuple):
+    """Where and how a call is driven."""
+
+    world: World
+    all_ranks: bool
+    in_background: bool
+
+
 def _start(
-    world: World,
-    all_ranks: bool,
+    driven: _Driven,
     tensors: T,
     compressor: Compressor,
     residuals: Residuals | None,
@@ -303,7 +303,8 @@ def _start(
     settings = (compressor, average, algorithm, nonfinite, bucket_bytes, residuals is not None)
     shapes, dtypes = tuple([x.shape for x in xs]), tuple([x.dtype for x in xs])
     devices, plain_names = frozenset([x.device for x in xs]), None if names is None else tuple(names)
-    key, plans = (shapes, dtypes, devices, plain_names, settings, all_ranks), engine_of(world).plans
+    key = (shapes, dtypes, devices, plain_names, settings, *driven[1:])
+    plans = engine_of(driven.world).plans
     try:
         plan = plans.get(key)
     except TypeError as error:
@@ -314,8 +315,7 @@ def _start(
         plan = plan_sync(
             xs,
             compressor,
-            world=world,
-            all_ranks=all_ranks,
+            **driven._asdict(),
             names=plain_names,
             average=average,
             algorithm=algorithm,
@@ -325,7 +325,7 @@ def _start(
         )
         plans[key] = plan
     outputs = None if out is None else [out] if isinstance(out, Tensor) else list(out)
-    handle = start_planned(plan, xs, world=world, residuals=residuals, step=step, out=outputs)
+    handle = start_planned(plan, xs, world=driven.world, residuals=residuals, step=step, out=outputs)
     return cast("SyncHandle[T]", handle.single() if single else handle)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from flexcomm.sync.buffers import Buffers
     from flexcomm.sync.plan import Algorithm, BucketPlan
     from flexcomm.sync.shards import TensorShard
-    from flexcomm.transport import Transport
 
 __all__ = ["VERIFIED", "BucketContext", "Verified", "sync_bucket"]
 
@@ -57,8 +56,9 @@ VERIFIED = Verified.VERIFIED
 class BucketContext:
     """One bucket of a call under way, and everything its path needs.
 
-    ``tensors`` and ``outputs`` are those of the whole call; outputs are contiguous. ``nonfinite`` says why this rank
-    has nothing to send, if it has nothing, and ``nonfinite_senders`` which ranks had nothing.
+    ``tensors`` and ``outputs`` are those of the whole call; outputs are contiguous. This is local rank ``rank`` of
+    ``ranks``, on node ``node`` of ``nodes``. ``nonfinite`` says why this rank has nothing to send, if it has nothing,
+    and ``nonfinite_senders`` which ranks had nothing.
     """
 
     plan: BucketPlan
@@ -69,8 +69,10 @@ class BucketContext:
     sequence: int
     average: Average
     kernels: Kernels
-    intra: Transport
-    inter: Transport
+    rank: int
+    ranks: int
+    node: int
+    nodes: int
     rank_names: list[list[str]]
     buffers: Buffers
     record: SyncRecord
@@ -78,23 +80,19 @@ class BucketContext:
     nonfinite_senders: list[str] = field(default_factory=list)
 
     @property
-    def nodes(self) -> int:
-        return self.inter.size
-
-    @property
     def shards(self) -> tuple[TensorShard, ...]:
         """The shards of the bucket's tensors that this rank works on."""
-        return self.plan.shards[self.intra.rank]
+        return self.plan.shards[self.rank]
 
     @property
     def buffer_plan(self) -> BufferPlan:
         """The layout of the buffer that this rank sends."""
-        return self.plan.buffers[self.intra.rank]
+        return self.plan.buffers[self.rank]
 
     @property
     def senders(self) -> list[str]:
         """What messages call the ranks that send to this one, by node."""
-        return self.rank_names[self.intra.rank]
+        return self.rank_names[self.rank]
 
 
 def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, None]:
@@ -112,13 +110,13 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
 
 def reduce_scatter_inside(ctx: BucketContext) -> Steps[list[Tensor]]:
     """Return the sums, over the ranks of this node, of this rank's tensor shards."""
-    if ctx.intra.size == 1:
+    if ctx.ranks == 1:
         return [ctx.tensors[number] for number in ctx.plan.numbers[0]]
     sums = ctx.buffers.get("sums", lambda: _make_sums(ctx))
     for part, shard, number in sums.parts:
         part.copy_(shard.of(ctx.tensors[number]))
-    moved = (ctx.intra.size - 1) * sums.own.nbytes
-    yield Collective("reduce_inside", partial(ctx.intra.reduce_scatter, sums.rows, sums.own), moved, moved)
+    moved = (ctx.ranks - 1) * sums.own.nbytes
+    yield Collective("reduce_inside", methodcaller("reduce_scatter", sums.rows, sums.own), moved, moved)
     return sums.shard
 
 
@@ -138,7 +136,7 @@ class _Sums(NamedTuple):
 def _make_sums(ctx: BucketContext) -> _Sums:
     plan, dtype = ctx.plan, sum_dtype(ctx.plan.dtype)
     # Zeros, because nothing is copied behind the shorter rows, and sums of anything could overflow.
-    rows = ctx.buffers.allocate(ctx.intra.size, plan.longest, dtype=dtype).zero_()
+    rows = ctx.buffers.allocate(ctx.ranks, plan.longest, dtype=dtype).zero_()
     own = ctx.buffers.allocate(plan.longest, dtype=dtype)
     return _Sums(rows, _numbered_parts(rows, plan), own, _slice_row(own, ctx.shards))
 
@@ -164,7 +162,7 @@ def _slice_row(row: Tensor, shards: tuple[TensorShard, ...]) -> list[Tensor]:
 
 def all_gather_inside(ctx: BucketContext, received: Received) -> Steps[OwnAverage | NodePayloads | NodeElements]:
     """Gather what all ranks of this node received: payloads, or the elements they stand for if that is shorter."""
-    if ctx.intra.size == 1:
+    if ctx.ranks == 1:
         return OwnAverage(received)
     if ctx.plan.gathers_payloads:
         return (yield from _gather_payloads(ctx, received))
@@ -203,14 +201,14 @@ def _gather_payloads(ctx: BucketContext, received: Received) -> Steps[NodePayloa
     assert isinstance(received, GatheredPayloads), "only gathered payloads can be handed on"  # noqa: S101
     payloads = ctx.buffers.get("payloads of the node", lambda: _make_node_payloads(ctx))
     payloads.row[: received.gathered.numel()] = received.gathered.view(-1)
-    moved = (ctx.intra.size - 1) * payloads.row.nbytes
-    yield Collective("gather_inside", partial(ctx.intra.all_gather, payloads.row, payloads.rows), moved, moved)
+    moved = (ctx.ranks - 1) * payloads.row.nbytes
+    yield Collective("gather_inside", methodcaller("all_gather", payloads.row, payloads.rows), moved, moved)
     return payloads
 
 
 def _make_node_payloads(ctx: BucketContext) -> NodePayloads:
     longest = ctx.nodes * max(plan.nbytes for plan in ctx.plan.buffers)
-    rows = ctx.buffers.allocate(ctx.intra.size, longest)
+    rows = ctx.buffers.allocate(ctx.ranks, longest)
     by_rank = []
     for plan, row, senders in zip(ctx.plan.buffers, rows, ctx.rank_names, strict=True):
         gathered = row[: ctx.nodes * plan.nbytes]
@@ -230,7 +228,7 @@ class NodeElements(NamedTuple):
     parts: list[tuple[Tensor, TensorShard, int]]
 
     def verify(self, ctx: BucketContext) -> list[str]:
-        names = [of_rank[ctx.inter.rank] for of_rank in ctx.rank_names]
+        names = [of_rank[ctx.node] for of_rank in ctx.rank_names]
         nonfinite = []
         for name, (status, *digest) in zip(names, self.rows[:, :_STATUS_NUMEL].tolist(), strict=True):
             if status == _DISAGREED or digest != _status_digest(ctx):
@@ -273,8 +271,8 @@ def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElemen
     except FlexcommError as error:
         failure, status = error, _DISAGREED if isinstance(error, ConfigMismatchError) else _FAILED
     elements.row[:_STATUS_NUMEL] = torch.tensor([status, *_status_digest(ctx)])
-    moved = (ctx.intra.size - 1) * elements.row.nbytes
-    yield Collective("gather_inside", partial(ctx.intra.all_gather, elements.row, elements.rows), moved, moved)
+    moved = (ctx.ranks - 1) * elements.row.nbytes
+    yield Collective("gather_inside", methodcaller("all_gather", elements.row, elements.rows), moved, moved)
     if failure is not None:
         raise failure
     return elements
@@ -283,7 +281,7 @@ def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElemen
 def _make_node_elements(ctx: BucketContext) -> NodeElements:
     plan, numel = ctx.plan, _STATUS_NUMEL + ctx.plan.longest
     row = ctx.buffers.allocate(numel, dtype=plan.dtype)
-    rows = ctx.buffers.allocate(ctx.intra.size, numel, dtype=plan.dtype)
+    rows = ctx.buffers.allocate(ctx.ranks, numel, dtype=plan.dtype)
     own = _slice_row(row[_STATUS_NUMEL:], ctx.shards)
     return NodeElements(row, own, rows, _numbered_parts(rows[:, _STATUS_NUMEL:], plan))
 

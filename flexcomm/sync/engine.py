@@ -1,11 +1,14 @@
 """The engine: drives the buckets of all calls of a world.
 
 Collectives start in an order that follows from the order of calls and from nothing else, so any number of buckets and
-of calls can be under way at once. A call advances when it is started and when it, or a later call, is waited for.
+of calls can be under way at once. A call is driven in one of two ways, which its plan says, on process groups that the
+other does not use: by the caller, when it is started and when it or a later call is waited for; or in the background,
+by comm threads (``workers.py``).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,14 +23,15 @@ from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError
 from flexcomm.kernels import LARGEST_MAGNITUDE, Momentum
 from flexcomm.stats import SyncRecord
 from flexcomm.sync.bucket import VERIFIED, BucketContext, sync_bucket
+from flexcomm.sync.workers import LegThreads
 from flexcomm.transport import LoopbackTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping
 
     from torch import Tensor
 
-    from flexcomm.sync.algorithms import Collective
+    from flexcomm.sync.algorithms import Collective, Leg
     from flexcomm.sync.buffers import Buffers
     from flexcomm.sync.plan import BucketPlan, SyncPlan
     from flexcomm.sync.residuals import Residuals
@@ -58,6 +62,8 @@ class Engine:
     node_of_one: Transport
     """Stands for the ranks of a node where only the inter-node leg is asked for."""
     under_way: deque[SyncCall] = field(default_factory=deque)
+    """Calls that the caller drives."""
+    threads: LegThreads | None = None
     sequence: int = 0
     calls: int = 0
     plans: PlanCache = field(default_factory=PlanCache)
@@ -72,9 +78,10 @@ class Engine:
         if number not in plan.agreed_after:
             before = "none" if previous is None else str(previous.settings.fields())
             verb = "start_sync" if plan.all_ranks else "start_exchange"
+            driver = "in the background" if plan.in_background else "by the caller"
             agree = world.agree if plan.all_ranks else world.agree_inter
             try:
-                agree(plan.settings.fields() | {"call": verb, "call before": before})
+                agree(plan.settings.fields() | {"call": verb, "driven": driver, "call before": before})
             except DeadlineExceededError as error:
                 raise explain_timeout(world, error, self.sequence) from error
             plan.agreed_after.add(number)
@@ -84,6 +91,8 @@ class Engine:
 
     def finish_up_to(self, call: SyncCall) -> None:
         """Finish calls in the order they were started: their collectives must start in one order on all ranks."""
+        if call.in_background:
+            call.finish()
         while call in self.under_way:
             self.under_way.popleft().finish()
 
@@ -100,34 +109,82 @@ def engine_of(world: World) -> Engine:
 
 
 class BucketTask:
-    """One bucket of a call under way, and the collective it waits for.
+    """One bucket of a call under way: where it is on its path.
 
-    A task that fails keeps the reason. The other tasks of its call still go to their ends, where ranks that did not
-    fail would wait for this one. Only a failure of a transport ends all of them.
+    One thread at a time drives it. A bucket that fails keeps the reason, and the other buckets of its call still go to
+    their ends, where ranks that did not fail would wait for this one; only a failure of a transport ends all of them.
     """
 
     def __init__(self, ctx: BucketContext) -> None:
         self.ctx = ctx
-        self.failure: FlexcommError | None = None
+        self.failure: BaseException | None = None
+        self.is_done = False
+        """Whether nothing is under way any more: what came is verified, or the bucket failed."""
         self._steps = sync_bucket(ctx)
         self._collective: Collective | None = None
         self._handle: Handle[Any] | None = None
         self._started_s = 0.0
+        self._done = threading.Event()
 
-    def start(self) -> None:
-        """Start the first collective."""
-        self._resume(None)
-
-    def advance(self) -> bool:
-        """Wait for the collective under way and start the next; return whether there is one."""
+    def wait(self) -> Any:
+        """Return the result of the collective under way; None if there is none."""
         if self._handle is None or self._collective is None:
+            return None
+        result = self._handle.wait()
+        self.ctx.record.add_seconds(self._collective.level, time.perf_counter() - self._started_s)
+        return result
+
+    def resume(self, result: Any) -> None:
+        """Go on until the bucket wants the next collective, or everything it received is verified."""
+        self._collective = self._handle = None
+        try:
+            wanted = self._steps.send(result)
+        except TransportError:
+            raise
+        except FlexcommError as failure:
+            self.fail(failure)
+            return
+        if wanted is VERIFIED:
+            self._end()
+        else:
+            self._collective = wanted
+
+    def start(self, transport: Transport) -> None:
+        """Start the collective that the bucket wants."""
+        assert self._collective is not None  # noqa: S101  (our own invariant)
+        self._started_s = time.perf_counter()
+        self._handle = self._collective.start(transport)
+        record, wanted = self.ctx.record, self._collective
+        record.count(wanted.level, wanted.sent_bytes, wanted.received_bytes)
+
+    def wants(self, leg: Leg) -> bool:
+        """Return whether a collective of this leg is to be started."""
+        return self._collective is not None and self._handle is None and self._collective.leg == leg
+
+    def is_under_way(self, leg: Leg) -> bool:
+        """Return whether a collective of this leg was started."""
+        return self._handle is not None and self._collective is not None and self._collective.leg == leg
+
+    def advance(self, transports: Mapping[Leg, Transport]) -> bool:
+        """Wait for the collective under way in the caller's thread and start the next; return whether there is one."""
+        if self.is_done:
             return False
-        record = self.ctx.record
-        with record.time("waiting"):
-            result = self._handle.wait()
-        record.add_seconds(self._collective.level, time.perf_counter() - self._started_s)
-        self._resume(result)
-        return self._handle is not None
+        with self.ctx.record.time("waiting"):
+            result = self.wait()
+        self.resume(result)
+        if self._collective is None:
+            return False
+        self.start(transports[self._collective.leg])
+        return True
+
+    def fail(self, failure: BaseException) -> None:
+        """Keep the reason; nothing of the bucket is under way any more."""
+        self.failure = failure
+        self._end()
+
+    def wait_done(self) -> None:
+        """Return when comm threads are done with the bucket."""
+        self._done.wait()
 
     def write_outputs(self) -> None:
         """Decode what was received and verified."""
@@ -136,28 +193,17 @@ class BucketTask:
     @property
     def is_exchanging(self) -> bool:
         """Whether the bucket is on its way between nodes, or further: the caller may go on computing."""
-        return self._collective is None or self._collective.leg == "exchange"
+        wanted = self._collective
+        return wanted is None or (wanted.level == "inter" and not wanted.is_short)
 
     @property
     def has_arrived(self) -> bool:
-        """Whether nothing is under way any more."""
-        return self._handle is None or self._handle.done()
+        """Whether the caller would not block on it."""
+        return self.is_done or (self._handle is not None and self._handle.done())
 
-    def _resume(self, result: Any) -> None:
-        """Take the bucket to its next collective and start it, or to where everything is verified."""
-        self._collective = self._handle = None
-        try:
-            wanted = self._steps.send(result)
-        except TransportError:
-            raise
-        except FlexcommError as failure:
-            self.failure = failure
-            return
-        if wanted is VERIFIED:
-            return
-        self._collective, self._started_s = wanted, time.perf_counter()
-        self._handle = wanted.start()
-        self.ctx.record.count(wanted.level, wanted.sent_bytes, wanted.received_bytes)
+    def _end(self) -> None:
+        self.is_done = True
+        self._done.set()
 
 
 class SyncCall:
@@ -176,23 +222,33 @@ class SyncCall:
         step: int | None,
     ) -> None:
         self.engine = engine_of(world)
-        self.record = SyncRecord(syncs=1)
+        self.in_background = plan.in_background
         self._world, self._plan, self._residuals = world, plan, residuals
-        self._intra = world.intra if plan.all_ranks else self.engine.node_of_one
         self._step = self.engine.calls if step is None else step
         check_numbers(self._step, self.engine.sequence)
         self._outputs = [x.detach() for x in outputs]
         self._tensors = [x.detach() for x in tensors]
         if plan.settings.nonfinite == "zero":
             self._tensors = [torch.where(x.abs() < LARGEST_MAGNITUDE, x, 0.0) for x in self._tensors]
+        self._transports: Mapping[Leg, Transport] = {
+            "reduce_inside": world.intra,
+            "exchange": world.inter,
+            "second_exchange": world.inter,
+            "gather_inside": world.intra,
+        }
+        self._waited_s = 0.0
         self._lent: list[str] = []
         self._tasks: list[BucketTask] = []
         self._refusal: FlexcommError | None = None
         self._error: BaseException | None = None
-        self._committed = False
+        self._committed = self._skipped = self._is_finished = False
 
     def start(self) -> None:
-        """Take every bucket to where it is between nodes; the next one is encoded while one is on the wire."""
+        """Start all buckets.
+
+        Driven by the caller, every bucket is on its way between nodes when this returns; the next one is encoded while
+        one is on the wire.
+        """
         engine, plan = self.engine, self._plan
         engine.agree(self._world, plan)
         engine.calls += 1
@@ -201,16 +257,21 @@ class SyncCall:
         try:
             # All numbers at once: a rank whose bucket gets stuck must stay in step with those that do not.
             first, engine.sequence = engine.sequence + 1, engine.sequence + len(plan.buckets)
-            self.record.dense_bytes = plan.dense_bytes
             self._tasks = [
                 BucketTask(self._make_context(bucket, pool.take(), sequence))
                 for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first)
             ]
+            if self.in_background:
+                if engine.threads is None:
+                    engine.threads = LegThreads(self._world)
+                for task in self._tasks:
+                    engine.threads.submit(task)
+                return
             for task in self._tasks:
-                task.start()
+                task.advance(self._transports)
             for task in self._tasks:
                 while not task.is_exchanging:
-                    task.advance()
+                    task.advance(self._transports)
         except DeadlineExceededError as error:
             explained = explain_timeout(self._world, error, engine.sequence)
             self._cancel(explained)
@@ -221,13 +282,23 @@ class SyncCall:
         engine.under_way.append(self)
 
     def finish(self) -> None:
-        """Take every bucket to its end. What goes wrong is kept for those who ask for the result."""
+        """Take every bucket to its end, once. What goes wrong is kept for those who ask for the result."""
+        if self._is_finished:
+            return
+        self._is_finished = True
         try:
-            while sum(task.advance() for task in self._tasks):
-                pass
+            if self.in_background:
+                begin_s = time.perf_counter()
+                for task in self._tasks:
+                    task.wait_done()
+                self._waited_s = time.perf_counter() - begin_s
+            else:
+                while sum(task.advance(self._transports) for task in self._tasks):
+                    pass
             failures = [failure for failure in (self._refusal, *(task.failure for task in self._tasks)) if failure]
             if failures:
-                raise failures[0]
+                # Of several, that of a transport: all others follow from it.
+                raise next((one for one in failures if isinstance(one, TransportError)), failures[0])
             self._write_outputs([sender for task in self._tasks for sender in task.ctx.nonfinite_senders])
         except DeadlineExceededError as error:
             self._cancel(explain_timeout(self._world, error, self.engine.sequence))
@@ -253,8 +324,18 @@ class SyncCall:
     def has_arrived(self) -> bool:
         return all(task.has_arrived for task in self._tasks)
 
+    @property
+    def record(self) -> SyncRecord:
+        """What it cost so far: the sum over its buckets, each of which is driven by one thread at a time."""
+        total = SyncRecord(
+            syncs=1, dense_bytes=self._plan.dense_bytes, waiting_s=self._waited_s, skipped=int(self._skipped)
+        )
+        for task in self._tasks:
+            total.add(task.ctx.record)
+        return total
+
     def _make_context(self, bucket: BucketPlan, buffers: Buffers, sequence: int) -> BucketContext:
-        states, nonfinite = [Momentum(gain=1.0 / self._intra.size)] * len(bucket.shards[self._intra.rank]), ""
+        states, nonfinite = [Momentum(gain=1.0 / self._plan.ranks)] * len(bucket.shards[self._plan.rank]), ""
         if self._residuals is not None:
             try:
                 states = self._borrow_states(bucket, self._residuals)
@@ -270,17 +351,19 @@ class SyncCall:
             sequence=sequence,
             average=self._plan.settings.average,
             kernels=self._plan.kernels,
-            intra=self._intra,
-            inter=self._world.inter,
+            rank=self._plan.rank,
+            ranks=self._plan.ranks,
+            node=self._world.inter.rank,
+            nodes=self._plan.nodes,
             rank_names=self._plan.rank_names,
             buffers=buffers,
-            record=self.record,
+            record=SyncRecord(),
             nonfinite=nonfinite,
         )
 
     def _borrow_states(self, bucket: BucketPlan, residuals: Residuals) -> list[Momentum]:
-        states, share = [], 1.0 / self._intra.size
-        for shard in bucket.shards[self._intra.rank]:
+        states, share = [], 1.0 / self._plan.ranks
+        for shard in bucket.shards[self._plan.rank]:
             states.append(residuals.lend(shard.spec.name, shard.plan, self._plan.device, share))
             self._lent.append(shard.spec.name)
         return states
@@ -297,7 +380,7 @@ class SyncCall:
         if nonfinite_senders:
             for out in self._outputs:
                 out.zero_()
-            self.record.skipped = 1
+            self._skipped = True
         else:
             for task in self._tasks:
                 task.write_outputs()

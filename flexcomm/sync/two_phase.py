@@ -6,7 +6,8 @@ With many nodes less is sent than by gathering everything, as long as what they 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
+from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -131,7 +132,7 @@ class GatheredAverages:
 
 def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
     """Send every node its part, average what came for this node's part, and all-gather the averages."""
-    plan, mine = plan_two_phase(ctx.shards, ctx.nodes), ctx.inter.rank
+    plan, mine = plan_two_phase(ctx.shards, ctx.nodes), ctx.node
     own, phases = plan.parts[mine], ctx.buffers.get("two phases", lambda: _make_phases(ctx, plan))
     for part, encoder in zip(plan.parts, phases.encoders, strict=True):
         numbered = list(zip(part.numbers, part.shards, strict=True))
@@ -140,17 +141,17 @@ def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
     sends = [(node, encoder.buffer) for node, encoder in enumerate(phases.encoders)]
     sent = sum(buffer.numel() for node, buffer in sends if node != mine)
     ctx.record.payload_bytes += sent + own.sent.nbytes
-    start = partial(ctx.inter.send_recv, sends, list(enumerate(phases.received)))
+    start = methodcaller("send_recv", sends, list(enumerate(phases.received)))
     yield Collective("exchange", start, sent, (ctx.nodes - 1) * own.sent.nbytes)
     failure = _average_own_part(ctx, phases)
     others = (ctx.nodes - 1) * plan.averaged_nbytes
     gathered = phases.averaged.gathered
-    yield Collective("exchange", partial(ctx.inter.all_gather, phases.averages, gathered), others, others)
+    yield Collective("second_exchange", methodcaller("all_gather", phases.averages, gathered), others, others)
     return phases.averaged if failure is None else FailedExchange(failure)
 
 
 def _make_phases(ctx: BucketContext, plan: TwoPhasePlan) -> _Phases:
-    allocate, nodes, own = ctx.buffers.allocate, ctx.nodes, plan.parts[ctx.inter.rank]
+    allocate, nodes, own = ctx.buffers.allocate, ctx.nodes, plan.parts[ctx.node]
     received = allocate(nodes, own.sent.nbytes)
     averages, gathered = allocate(plan.averaged_nbytes), allocate(nodes, plan.averaged_nbytes)
     return _Phases(

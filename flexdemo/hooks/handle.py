@@ -45,7 +45,9 @@ class HookHandle:
     ) -> None:
         self.world = default_world() if world is None else world
         self.settings = CompressionSettings(compressor, decay=decay)
-        self.exchange = BucketExchange(self.world, average=average, nonfinite=nonfinite, has_residuals=True)
+        self.exchange = BucketExchange(
+            self.world, average=average, nonfinite=nonfinite, has_residuals=True, in_background=True
+        )
         self.step = 0
         self._axis = NodeAxis(self.world)
         self._entries: dict[str, tuple[StateEntry, Tensor]] = {}

@@ -1,0 +1,203 @@
+"""Laws of the engine: what comm threads do depends on the order of calls alone, and never blocks the caller."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import flexcomm
+from flexcomm.sync.engine import engine_of
+from flexcomm.testing.expected import require_same_everywhere
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from flexcomm import Handle, Transport, World
+
+GATE_S = 20.0
+MOST_DELAY_S = 0.004
+
+
+@dataclass
+class WaitingHandle:
+    """A handle that does something before it waits."""
+
+    handle: Handle[Any]
+    before: Callable[[], None]
+
+    def wait(self) -> Any:
+        self.before()
+        return self.handle.wait()
+
+    def done(self) -> bool:
+        return self.handle.done()
+
+
+@dataclass
+class ObservedTransport:
+    """A transport that notes which collectives are started, and lets others interfere with their timing."""
+
+    transport: Transport
+    before_start: Callable[[str], None] = lambda _: None
+    before_wait: Callable[[str], None] = lambda _: None
+    started: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.transport, name)
+        if name not in ("all_gather", "all_gatherv", "all_reduce", "reduce_scatter", "send_recv"):
+            return found
+
+        def start(*args: Any) -> WaitingHandle:
+            self.before_start(name)
+            # The output's: with all_gatherv, inputs differ in length.
+            *_, last = [tuple(one.shape) for one in args if isinstance(one, torch.Tensor)] or [()]
+            self.started.append(f"{name} {last}")
+            return WaitingHandle(found(*args), lambda: self.before_wait(name))
+
+        return start
+
+
+@dataclass
+class Observed:
+    """A world whose transports, and clones of them, are observed."""
+
+    world: World
+    groups: dict[str, ObservedTransport]
+
+
+def observe(world: World, observed: Callable[[Transport], ObservedTransport]) -> Observed:
+    groups = {"intra": observed(world.intra), "inter": observed(world.inter)}
+
+    def clone() -> tuple[Transport, Transport]:
+        number, cloned = len(groups) // 2, world.clone_groups()
+        groups[f"intra {number}"], groups[f"inter {number}"] = observed(cloned.intra), observed(cloned.inter)
+        return groups[f"intra {number}"], groups[f"inter {number}"]  # type: ignore[return-value]
+
+    return Observed(
+        replace(world, intra=groups["intra"], inter=groups["inter"], _clone=clone, _closers=[]),  # type: ignore[arg-type]
+        groups,
+    )
+
+
+def digest_of(lines: list[str]) -> Tensor:
+    return torch.frombuffer(
+        bytearray(hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()), dtype=torch.uint8
+    )
+
+
+def collectives_start_in_one_order_whatever_the_timing(world: World) -> None:
+    """Every rank sleeps at random before it starts or waits for anything; each group sees one order all the same."""
+    chance = random.Random(world.topology.rank)
+
+    def sleep(_: str) -> None:
+        time.sleep(chance.uniform(0.0, MOST_DELAY_S))
+
+    observed = observe(world, lambda transport: ObservedTransport(transport, sleep, sleep))
+    compressors = (
+        flexcomm.demo(k=4),
+        flexcomm.threshold(1.0, capacity=None),
+        flexcomm.random_k(0.25),
+        flexcomm.top_k(0.5),
+        flexcomm.dense(),
+    )
+    outs = []
+    for step in range(3):
+        handles = []
+        for number, compressor in enumerate(compressors):
+            algorithm = "two_phase" if number == 3 else "auto"
+            generator = torch.Generator().manual_seed(world.topology.rank + 7 * number)
+            xs = [torch.randn(40 + number, 64, generator=generator), torch.randn(100 * number, generator=generator)]
+            verb = flexcomm.start_exchange if number == 2 else flexcomm.start_sync
+            handles.append(
+                verb(xs, compressor, world=observed.world, step=step, bucket_bytes=8192, algorithm=algorithm)
+            )
+        # Odd ranks wait in another order than even ones.
+        order = list(range(len(handles)))[:: -1 if world.topology.rank % 2 else 1]
+        found = {number: handles[number].wait() for number in order}
+        outs += [x for number in range(len(handles)) if number != 2 for x in found[number]]
+    require_same_everywhere(world, outs, "all ranks hold the same bits")
+    threads = engine_of(observed.world).threads
+    assert threads is not None, "nothing was driven in the background"
+    threads.join()
+    assert len(observed.groups) == 6
+    for name, group in observed.groups.items():
+        assert "intra" in name or not name.startswith("inter ") or group.started, f"{name} was not used"
+        digests = group.transport.all_gather(digest_of(group.started)).wait()
+        assert all(torch.equal(digest, digests[0]) for digest in digests), f"{name}: ranks differ: {group.started}"
+
+
+def a_slow_leg_inside_a_node_does_not_delay_the_caller(world: World) -> None:
+    """No reduce-scatter ends before all calls were started: one that the caller waited for would never end."""
+    gate = threading.Event()
+
+    def wait_for_gate(verb: str) -> None:
+        if verb == "reduce_scatter" and not gate.wait(GATE_S):
+            raise AssertionError("start_sync waited for the reduce-scatter inside the node")
+
+    observed = observe(world, lambda transport: ObservedTransport(transport, before_wait=wait_for_gate))
+    xs = [torch.full((300,), float(number)) for number in range(3)]
+    handles = [flexcomm.start_sync(x, flexcomm.dense(), world=observed.world) for x in xs]
+    gate.set()
+    for x, handle in zip(xs, handles, strict=True):
+        assert torch.equal(handle.wait(), x)
+    threads = engine_of(observed.world).threads
+    assert threads is not None
+    threads.join()
+
+
+def a_call_that_fails_in_the_background_leaves_the_others(world: World) -> None:
+    """A NaN on one rank fails one call on all ranks; those before and after it succeed, and outputs stay untouched."""
+    last = world.topology.rank == world.topology.size - 1
+    good = torch.ones(3000)
+    bad = torch.full((3000,), torch.nan if last else 1.0)
+    out = torch.full((3000,), 7.0)
+    residuals = flexcomm.Residuals()
+    first = flexcomm.start_sync(good, flexcomm.top_k(1.0, values="fp32"), world=world)
+    broken = flexcomm.start_sync(
+        [bad], flexcomm.demo(k=8), world=world, out=[out], residuals=residuals, bucket_bytes=4096
+    )
+    after = flexcomm.start_sync(good, flexcomm.top_k(1.0, values="fp32"), world=world)
+    assert torch.equal(first.wait(), good)
+    try:
+        broken.wait()
+    except flexcomm.NonFiniteError:
+        pass
+    else:
+        raise AssertionError("a NaN passed")
+    assert torch.equal(out, torch.full((3000,), 7.0)), "an output of a failed call was written"
+    assert residuals.names() == []
+    assert torch.equal(after.wait(), good)
+
+
+def out_is_untouched_where_one_bucket_of_many_fails(world: World) -> None:
+    """Also the outputs of buckets that were fine."""
+    last = world.topology.rank == world.topology.size - 1
+    xs = [torch.ones(2000), torch.full((2000,), torch.nan if last else 1.0), torch.ones(2000)]
+    for verb in (flexcomm.hierarchical_sync, lambda *args, **options: flexcomm.start_sync(*args, **options).wait()):
+        for compressor in (flexcomm.demo(k=8), flexcomm.dense(), flexcomm.random_k(0.5)):
+            outs = [torch.full((2000,), 7.0) for _ in xs]
+            try:
+                verb(xs, compressor, world=world, out=outs, bucket_bytes=8000)
+            except flexcomm.NonFiniteError:
+                assert all(torch.equal(out, torch.full((2000,), 7.0)) for out in outs), f"{compressor}: out was written"
+            else:
+                raise AssertionError("a NaN passed")
+
+
+LAWS = {
+    law.__name__: law
+    for law in (
+        collectives_start_in_one_order_whatever_the_timing,
+        a_slow_leg_inside_a_node_does_not_delay_the_caller,
+        a_call_that_fails_in_the_background_leaves_the_others,
+        out_is_untouched_where_one_bucket_of_many_fails,
+    )
+}
