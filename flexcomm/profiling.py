@@ -1,4 +1,4 @@
-"""Ranges: what is done when, for profilers that are looking."""
+"""Ranges that profilers show: torch's, and NVTX's on a machine with CUDA."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["profiler_range"]
+__all__ = ["profiler_range", "somebody_profiles"]
 
 
-def profiler_range(name: str) -> AbstractContextManager[object] | None:
-    """Return a block that torch's profiler and, on a machine with CUDA, NVTX's tools show as ``flexcomm.name``.
+@lru_cache(maxsize=2)
+def _may_be_profiled(torch_profiles: bool) -> bool:
+    return torch_profiles or torch.cuda.is_available()
 
-    None where nobody looks: entering and leaving a block that does nothing is not free.
-    """
+
+def somebody_profiles() -> bool:
+    """Return whether a range would be shown: entering one that is not shown costs more than a small call does."""
     # Private, and nothing public tells: torch's own range costs 100 times as much as asking. If it is gone, record.
+    return _may_be_profiled(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+def profiler_range(name: str) -> AbstractContextManager[object]:
+    """Return a block that torch's profiler, if it records, or else NVTX's tools show as ``flexcomm.name``."""
     if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
         return torch.profiler.record_function(f"flexcomm.{name}")
-    if _cuda_is_there():
-        return torch.cuda.nvtx.range(f"flexcomm.{name}")
-    return None
-
-
-@lru_cache(maxsize=1)
-def _cuda_is_there() -> bool:
-    return torch.cuda.is_available()
+    return torch.cuda.nvtx.range(f"flexcomm.{name}")

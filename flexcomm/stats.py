@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flexcomm.profiling import profiler_range
+from flexcomm.profiling import profiler_range, somebody_profiles
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -23,8 +23,8 @@ _REMEMBERED = 256
 class SyncRecord:
     """One synchronisation, or the sum of many.
 
-    Bytes are what this rank's calls carry over its cables, by the algorithm's own count; ``dense_bytes`` is the length
-    of what this rank works on: the tensors, shared among the ranks of its node. ``intra_s`` and ``inter_s`` reach from
+    Bytes are what this rank's calls send and receive, by the algorithm's own count; ``dense_bytes`` is the length of
+    what this rank works on: the tensors, shared among the ranks of its node. ``intra_s`` and ``inter_s`` reach from
     the start of a collective to the moment its result was taken, so they overlap with everything else; ``waiting_s``
     is the part of them for which the caller was blocked.
     """
@@ -56,9 +56,9 @@ class SyncRecord:
         for name, number in vars(other).items():
             mine[name] += number
 
-    def time(self, phase: Phase) -> _Stopwatch:
-        """Return a block whose seconds are added to a phase."""
-        return _Stopwatch(self, phase)
+    def time(self, phase: Phase) -> Timed:
+        """Return a block whose seconds are added to a phase, and which profilers show."""
+        return Timed(self, phase)
 
     def add_seconds(self, phase: Phase, seconds: float) -> None:
         vars(self)[f"{phase}_s"] += seconds
@@ -75,25 +75,27 @@ class SyncRecord:
         return {**vars(self), "compression": self.compression}
 
 
-class _Stopwatch:
-    """Not a generator: those cost more than what a small call does."""
+class Timed:
+    """A block whose seconds are added to a phase of a record.
+
+    Not a generator: those cost more than what a small call does.
+    """
 
     def __init__(self, record: SyncRecord, phase: Phase) -> None:
-        self._record = record
-        self._phase = phase
-        self._shown = profiler_range(phase)
+        self._record, self._phase = record, phase
+        self._range = profiler_range(phase) if somebody_profiles() else None
 
     def __enter__(self) -> None:
-        if self._shown is not None:
-            self._shown.__enter__()
+        if self._range is not None:
+            self._range.__enter__()
         self._begin_s = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._record.add_seconds(self._phase, time.perf_counter() - self._begin_s)
-        if self._shown is not None:
-            self._shown.__exit__(kind, error, trace)
+        vars(self._record)[f"{self._phase}_s"] += time.perf_counter() - self._begin_s
+        if self._range is not None:
+            self._range.__exit__(kind, error, trace)
 
 
 @dataclass

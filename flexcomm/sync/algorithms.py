@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEGS",
+    "LEVELS",
     "Collective",
     "FailedExchange",
     "GatheredPayloads",
@@ -51,6 +52,12 @@ __all__ = [
 Leg = Literal["reduce_inside", "exchange", "second_exchange", "gather_inside"]
 """A part of a bucket's path with at most one collective: inside the node, or between nodes."""
 LEGS: tuple[Leg, ...] = get_args(Leg)
+LEVELS: dict[Leg, Literal["intra", "inter"]] = {
+    "reduce_inside": "intra",
+    "exchange": "inter",
+    "second_exchange": "inter",
+    "gather_inside": "intra",
+}
 
 
 class Collective(NamedTuple):
@@ -62,10 +69,6 @@ class Collective(NamedTuple):
     received_bytes: int
     is_short: bool = False
     """Whether it is answered at once by all ranks, so that waiting for it costs little."""
-
-    @property
-    def level(self) -> Literal["intra", "inter"]:
-        return "inter" if self.leg in ("exchange", "second_exchange") else "intra"
 
 
 T = TypeVar("T")

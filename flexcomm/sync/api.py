@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -248,17 +248,14 @@ class SyncHandle(Generic[T]):
 
     def __init__(self, call: SyncCall, result: T) -> None:
         self._call = call
-        self._result: T = result
-
-    def single(self) -> SyncHandle[Tensor]:
-        """Return the handle of a call with one tensor, which returns that tensor instead of a list."""
-        return SyncHandle(self._call, self._result[0])
+        self.result: T = result
+        """Where the averages will be; they are there once :meth:`wait` has returned."""
 
     def wait(self) -> T:
         """Return the averages; calling again returns them again. Raises what went wrong, every time."""
         self._call.engine.finish_up_to(self._call)
         self._call.check()
-        return self._result
+        return self.result
 
     def done(self) -> bool:
         """Return whether what was sent between nodes has arrived: then ``wait`` has the rest to do."""
@@ -298,8 +295,8 @@ def _start(
     bucket_bytes: int | None,
     out: Tensor | Sequence[Tensor] | None,
 ) -> SyncHandle[T]:
-    single = isinstance(tensors, Tensor)
-    xs = cast("list[Tensor]", [tensors] if single else list(tensors))
+    given: Any = tensors  # a Tensor or a list of them, which mypy sees one at a time
+    xs: list[Tensor] = [given] if isinstance(given, Tensor) else list(given)
     settings = (compressor, average, algorithm, nonfinite, bucket_bytes, residuals is not None)
     shapes, dtypes = tuple([x.shape for x in xs]), tuple([x.dtype for x in xs])
     devices, plain_names = frozenset([x.device for x in xs]), None if names is None else tuple(names)
@@ -325,8 +322,10 @@ def _start(
         )
         plans[key] = plan
     outputs = None if out is None else [out] if isinstance(out, Tensor) else list(out)
-    handle = start_planned(plan, xs, world=driven.world, residuals=residuals, step=step, out=outputs)
-    return cast("SyncHandle[T]", handle.single() if single else handle)
+    handle: Any = start_planned(plan, xs, world=driven.world, residuals=residuals, step=step, out=outputs)
+    if isinstance(given, Tensor):
+        handle.result = handle.result[0]
+    return handle  # type: ignore[no-any-return]
 
 
 def _specs_of(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[TensorSpec, ...]:

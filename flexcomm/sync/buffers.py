@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -35,7 +35,8 @@ class Buffers:
             # Not as inference tensors, which no later call could write.
             with torch.inference_mode(False):
                 self._made[name] = make()
-        return cast("T", self._made[name])  # a name stands for one type
+        made: Any = self._made[name]  # a name stands for one type
+        return made  # type: ignore[no-any-return]
 
     def allocate(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Return an uninitialised tensor on the pool's device."""

@@ -22,6 +22,7 @@ from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
 from flexcomm.kernels import LARGEST_MAGNITUDE, Momentum
 from flexcomm.stats import SyncRecord
+from flexcomm.sync.algorithms import LEVELS
 from flexcomm.sync.bucket import VERIFIED, BucketContext, sync_bucket
 from flexcomm.sync.workers import LegThreads
 from flexcomm.transport import LoopbackTransport
@@ -115,7 +116,7 @@ class BucketTask:
     their ends, where ranks that did not fail would wait for this one; only a failure of a transport ends all of them.
     """
 
-    def __init__(self, ctx: BucketContext) -> None:
+    def __init__(self, ctx: BucketContext, done: threading.Event | None = None) -> None:
         self.ctx = ctx
         self.failure: BaseException | None = None
         self.is_done = False
@@ -124,14 +125,14 @@ class BucketTask:
         self._collective: Collective | None = None
         self._handle: Handle[Any] | None = None
         self._started_s = 0.0
-        self._done = threading.Event()
+        self._done = done
 
     def wait(self) -> Any:
         """Return the result of the collective under way; None if there is none."""
         if self._handle is None or self._collective is None:
             return None
         result = self._handle.wait()
-        self.ctx.record.add_seconds(self._collective.level, time.perf_counter() - self._started_s)
+        self.ctx.record.add_seconds(LEVELS[self._collective.leg], time.perf_counter() - self._started_s)
         return result
 
     def resume(self, result: Any) -> None:
@@ -155,7 +156,7 @@ class BucketTask:
         self._started_s = time.perf_counter()
         self._handle = self._collective.start(transport)
         record, wanted = self.ctx.record, self._collective
-        record.count(wanted.level, wanted.sent_bytes, wanted.received_bytes)
+        record.count(LEVELS[wanted.leg], wanted.sent_bytes, wanted.received_bytes)
 
     def wants(self, leg: Leg) -> bool:
         """Return whether a collective of this leg is to be started."""
@@ -184,7 +185,8 @@ class BucketTask:
 
     def wait_done(self) -> None:
         """Return when comm threads are done with the bucket."""
-        self._done.wait()
+        if self._done is not None:
+            self._done.wait()
 
     def write_outputs(self) -> None:
         """Decode what was received and verified."""
@@ -194,7 +196,7 @@ class BucketTask:
     def is_exchanging(self) -> bool:
         """Whether the bucket is on its way between nodes, or further: the caller may go on computing."""
         wanted = self._collective
-        return wanted is None or (wanted.level == "inter" and not wanted.is_short)
+        return wanted is None or (LEVELS[wanted.leg] == "inter" and not wanted.is_short)
 
     @property
     def has_arrived(self) -> bool:
@@ -203,7 +205,8 @@ class BucketTask:
 
     def _end(self) -> None:
         self.is_done = True
-        self._done.set()
+        if self._done is not None:
+            self._done.set()
 
 
 class SyncCall:
@@ -258,7 +261,10 @@ class SyncCall:
             # All numbers at once: a rank whose bucket gets stuck must stay in step with those that do not.
             first, engine.sequence = engine.sequence + 1, engine.sequence + len(plan.buckets)
             self._tasks = [
-                BucketTask(self._make_context(bucket, pool.take(), sequence))
+                BucketTask(
+                    self._make_context(bucket, pool.take(), sequence),
+                    threading.Event() if self.in_background else None,
+                )
                 for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first)
             ]
             if self.in_background:
@@ -293,9 +299,11 @@ class SyncCall:
                     task.wait_done()
                 self._waited_s = time.perf_counter() - begin_s
             else:
-                while sum(task.advance(self._transports) for task in self._tasks):
-                    pass
-            failures = [failure for failure in (self._refusal, *(task.failure for task in self._tasks)) if failure]
+                under_way = self._tasks
+                while under_way:
+                    under_way = [task for task in under_way if task.advance(self._transports)]
+            failures: list[BaseException] = [] if self._refusal is None else [self._refusal]
+            failures += [task.failure for task in self._tasks if task.failure is not None]
             if failures:
                 # Of several, that of a transport: all others follow from it.
                 raise next((one for one in failures if isinstance(one, TransportError)), failures[0])
