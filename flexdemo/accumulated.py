@@ -39,9 +39,28 @@ class AccumAdam(Optimizer):
     once in a window, by the mean gradient of its steps. With ``window=1`` that is Adam, or AdamW where weight decay is
     ``decoupled``. The published listing decays the kept second moment with the first one's beta, which is a misprint.
 
-    Groups may differ in all settings. Windows are counted parameter by parameter, by the gradients it had: one without
-    a gradient stays as it is, and so does its state. The state is Adam's, and ``accumulated``, the part of the mean
-    that is known, where the window is above 1.
+    Windows are counted parameter by parameter, by the gradients it had: one without a gradient stays as it is, and so
+    does its state. The state is Adam's, and ``accumulated``, the part of the mean that is known, where the window is
+    above 1.
+
+    Args:
+        params: parameters or parameter groups, which may differ in all settings.
+        lr: the learning rate.
+        betas: decay rates of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: of parameters if ``decoupled``, else added to gradients.
+        window: steps whose gradients count as one.
+        decoupled: whether weight decay is AdamW's or Adam's.
+
+    Example:
+        >>> import torch, flexdemo
+        >>> param = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = flexdemo.AccumAdam([param], lr=0.5, window=4)
+        >>> param.grad = torch.ones(2)
+        >>> optimizer.step()
+        >>> param.data
+        tensor([-0.5000, -0.5000])
+
     """
 
     def __init__(

@@ -28,10 +28,46 @@ __all__ = ["FlexDeMo"]
 class FlexDeMo(NodeOptimizer):
     """Decoupled momentum between nodes (DeMo, arXiv 2411.19870; FlexDeMo, arXiv 2502.06728).
 
-    Every node keeps ``m = decay * m + lr * gradient``, sends what ``compressor`` picks of it, takes ``alpha`` of that
+    Every node keeps ``m = decay * m + lr * gradient``, sends what ``compressor`` selects of it, takes ``alpha`` of that
     out of ``m``, and moves by the average of what all nodes sent: by its sign times ``lr``, or with ``update="plain"``
-    by itself. Replicas hold the same bits after every step. Groups may differ in lr, decay, weight_decay, alpha, update
-    and compressor. docs/training.md says what fits which model.
+    by itself. Replicas hold the same bits after every step. docs/training.md says what fits which model.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as torch's optimizers take them. Groups may differ in
+            ``lr``, ``decay``, ``weight_decay``, ``alpha``, ``update`` and ``compressor``.
+        lr: the learning rate.
+        compressor: what is sent of the momentum; ``flexcomm.demo()``, if none is given.
+        world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
+        decay: the share of the momentum that is left after a step.
+        weight_decay: decoupled, as AdamW's: parameters shrink by ``lr * weight_decay`` in every step.
+        alpha: the share of what was sent that is taken out of the momentum; less than 1 sends it again, fading.
+        update: ``"sign"`` moves by the sign of the average times ``lr``, ``"plain"`` by the average itself.
+        average: divide by the ``"contributors"`` of each coefficient, or by all ``"nodes"``.
+        sync_every: take so many local steps between exchanges; above 1, nodes exchange how far they moved.
+        outer: how nodes move together after local steps; the plain average, if none is given.
+        overlap: start the exchange of a bucket during backward, as soon as its gradients are ready.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` the step, or be ``"zero"``.
+        bucket_bytes: dense bytes of gradients that travel together in one collective.
+        node_averaged: whether gradients are averaged inside the node before the optimizer sees them; found out from
+            the parameters (FSDP's shards are), if not given.
+
+    Raises:
+        InvalidArgumentError: a setting makes no sense; it says which, and what it must be.
+        ConfigMismatchError: ranks have other parameters or settings than each other.
+
+    Example:
+        >>> import torch, flexcomm, flexdemo
+        >>> with flexcomm.connect() as world:
+        ...     model = torch.nn.Linear(8, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = flexdemo.FlexDeMo(model.parameters(), lr=0.5, compressor=flexcomm.dense(), world=world)
+        ...     model(torch.ones(8)).backward()
+        ...     optimizer.step()
+        ...     model.weight.data
+        Parameter containing:
+        tensor([[0., 0., 0., 0., 0., 0., 0., 0.]], requires_grad=True)
+        tensor([[-0.5000, -0.5000, -0.5000, -0.5000, -0.5000, -0.5000, -0.5000, -0.5000]])
+
     """
 
     def __init__(

@@ -25,7 +25,16 @@ Update = Literal["sign", "plain"]
 class OuterOptimizer:
     """How nodes move together after local steps: SGD on the averaged difference, as DiLoCo does (arXiv 2311.08105).
 
-    ``OuterOptimizer(lr=1.0, momentum=0.0)`` is the plain average.
+    Args:
+        lr: the learning rate; 1.0 without momentum is the plain average.
+        momentum: of the averaged differences.
+        nesterov: whether the momentum is Nesterov's.
+
+    Example:
+        >>> import flexdemo
+        >>> flexdemo.OuterOptimizer(lr=1.0, momentum=0.0)
+        OuterOptimizer(lr=1.0, momentum=0.0, nesterov=True)
+
     """
 
     lr: float = 0.7

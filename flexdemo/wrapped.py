@@ -29,10 +29,36 @@ class DistributedOptimizer(NodeOptimizer):
     """One of torch's optimizers, or a list of them, on every node; replicas hold the same bits after every exchange.
 
     ``sync="gradients"``: ``decay * residual + gradient`` is compressed, and what all nodes sent, averaged, is the
-    gradient that every node steps on. ``sync="steps"``: every node steps on its own gradients, and how far it went
-    in ``sync_every`` steps is compressed and averaged, by ``outer`` if given. What is not sent waits for the next
-    time. Groups and learning rates are those of the optimizers, in order; schedulers want this one. Groups may differ
-    in ``compressor``, ``residual_decay`` and ``residual_alpha``.
+    gradient that every node steps on. ``sync="steps"``: every node steps on its own gradients, and how far it moved in
+    ``sync_every`` steps is compressed and averaged, by ``outer`` if given. What is not sent waits for the next time.
+
+    Args:
+        optimizer: torch's optimizer, or several with different parameters. Groups and learning rates are theirs, in
+            order; learning rate schedulers want this object. Groups may differ in ``compressor``, ``residual_decay``
+            and ``residual_alpha``.
+        compressor: what is sent between nodes.
+        world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
+        sync: nodes exchange ``"gradients"``, or ``"steps"`` that each took by itself.
+        sync_every: take so many local steps between exchanges.
+        outer: how nodes move together after local steps; the plain average, if none is given.
+        decay: the share of the residual that is left after a step.
+        alpha: the share of what was sent that is taken out of the residual.
+        average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
+        overlap: start the exchange of a bucket during backward, as soon as its gradients are ready.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` the step, or be ``"zero"``.
+        bucket_bytes: dense bytes of gradients that travel together in one collective.
+        node_averaged: whether gradients are averaged inside the node before the optimizer sees them; found out from
+            the parameters, if not given.
+
+    Example:
+        >>> import torch, flexcomm, flexdemo
+        >>> with flexcomm.connect() as world:
+        ...     model = torch.nn.Linear(4, 1)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     optimizer = flexdemo.DistributedOptimizer(sgd, compressor=flexcomm.dense(values="sign2"), world=world)
+        ...     model(torch.ones(4)).backward()
+        ...     optimizer.step()
+
     """
 
     _has_local_residuals = False

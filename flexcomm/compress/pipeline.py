@@ -33,7 +33,14 @@ NATIVE = {
 
 
 class TensorSpec(NamedTuple):
-    """What a plan may depend on: the same on every rank."""
+    """What a plan may depend on: the same on every rank.
+
+    Args:
+        name: what the tensor is called in residuals and messages.
+        shape: its shape.
+        dtype: its dtype.
+
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +64,14 @@ class Compressor(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A basis, a selector and a way to write values, one after the other."""
+    """A compressor: a basis, a selector and a value code, one after the other. The recipes are pipelines.
+
+    Args:
+        basis: cuts a tensor into chunks and transforms them: ``Dct`` or ``Identity``.
+        selector: selects coefficients of a chunk.
+        values: how selected coefficients are written.
+
+    """
 
     basis: Basis
     selector: Selector

@@ -27,12 +27,26 @@ class _State(NamedTuple):
 
 
 class Residuals:
-    """The memory of a compressor: ``decay * residual + gain * x`` is what is compressed, the rest is kept.
+    """What a compressor did not send yet: ``decay * residual + gain * x`` is compressed, the rest is kept.
 
-    ``decay=1.0`` is error feedback, less is a momentum. ``alpha`` is the share of what was sent that is taken out: less
-    than 1 lets it go on for some time. All three may change from call to call. States are float32, in the compressor's
-    coordinates, and of this rank's part of each tensor only. A sync that fails leaves them as they were, so each takes
-    its memory twice.
+    States are float32, in the compressor's coordinates, and of this rank's shard of each tensor only. A sync that fails
+    leaves them as they were, so each takes its memory twice. All three arguments may change from call to call.
+
+    Args:
+        decay: the share of the residual that is left when it is used; 1.0 is error feedback, less is a momentum.
+        gain: what inputs are multiplied by.
+        alpha: the share of what was sent that is taken out; less than 1 sends it again, fading.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> residuals = flexcomm.Residuals()
+        >>> with flexcomm.connect() as world:
+        ...     for _ in range(2):
+        ...         out = flexcomm.hierarchical_sync(torch.tensor([4.0, 3.0]), flexcomm.top_k(1 / 2), world=world,
+        ...                                          residuals=residuals)
+        >>> out
+        tensor([0., 6.])
+
     """
 
     def __init__(self, decay: float = 1.0, gain: float = 1.0, alpha: float = 1.0) -> None:

@@ -39,7 +39,15 @@ _RESIDUALS = "handle.residuals."
 def save_checkpoint(
     path: str | PathLike[str], model: Module, optimizer: Optimizer, handle: HookHandle | None = None
 ) -> None:
-    """Save a model, its optimizer and what is attached to it into a folder. All ranks call it together."""
+    """Save a model, its optimizer and the residuals of its hook into a folder. All ranks call it together.
+
+    Args:
+        path: the folder.
+        model: plain, or sharded by FSDP2.
+        optimizer: one of ours, or torch's.
+        handle: what ``attach_to_fsdp`` or ``attach_to_ddp`` returned, if gradients are exchanged by a hook.
+
+    """
     _check_model(model)
     save(_state_of(model, optimizer, handle), checkpoint_id=path)
 
@@ -54,8 +62,16 @@ def load_checkpoint(
 ) -> None:
     """Go on from a folder, bit for bit where as many ranks saved it. All ranks call it together.
 
-    ``other_nodes`` says what becomes of momenta that another number of nodes saved. Other numbers of ranks per node
-    get theirs cut anew, exact but for rounding.
+    Other numbers of ranks per node get their residuals cut anew, exact but for rounding.
+
+    Args:
+        path: the folder.
+        model: as it was saved.
+        optimizer: as it was saved.
+        handle: as it was saved.
+        other_nodes: what becomes of residuals that another number of nodes saved: an ``"error"``, the ``"mean"`` of
+            all for every node, or ``"reset"`` to zero.
+
     """
     _check_model(model)
     state = _state_of(model, optimizer, handle)

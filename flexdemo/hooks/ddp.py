@@ -29,8 +29,19 @@ __all__ = ["CompressionState", "attach_to_ddp", "compression_hook"]
 class CompressionState(HookHandle):
     """The state of :func:`compression_hook`, for those who register hooks themselves, as Lightning does on GPUs.
 
-    Parameters are called by ``names``; without, by the order in which their gradients first come, and residuals can be
-    loaded only after that.
+    Args:
+        compressor: what is sent between nodes.
+        world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
+        names: what parameters are called; without, by the order in which their gradients first come, and residuals can
+            be loaded only after that.
+        decay: the share of the residual that is left after a step.
+        average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` (gradients are zero), or count
+            as ``"zero"``.
+
+    Example:
+        ``model.register_comm_hook(CompressionState(flexcomm.demo(k=32)), compression_hook)``
+
     """
 
     def __init__(
@@ -107,10 +118,24 @@ def attach_to_ddp(
     average: Average = "nodes",
     nonfinite: NonFinitePolicy = "raise",
 ) -> HookHandle:
-    """Exchange the gradients of ``model``, which spans all ranks, between nodes as far as ``compressor`` sends them.
+    """Exchange the gradients of a DDP model between nodes, as far as ``compressor`` sends them.
 
     Inside a node they are averaged in full. What is not sent now is kept, decayed, and added next time: any optimizer
-    can use what arrives. torch knows no way to take a hook back: detached, it averages in full, as torch does.
+    can use what arrives. DDP's buckets travel as they are. torch cannot take a hook back: removed, it averages in
+    full, as torch does.
+
+    Args:
+        model: ``DistributedDataParallel`` over all ranks.
+        compressor: what is sent between nodes.
+        world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
+        decay: the share of the residual that is left after a step.
+        average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` (gradients are zero), or count
+            as ``"zero"``.
+
+    Returns:
+        A handle that is saved beside the model (``state_dict``), and whose ``remove()`` ends the exchange.
+
     """
     names = {param: name for name, param in model.module.named_parameters()}
     state = CompressionState(
