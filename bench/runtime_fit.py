@@ -89,7 +89,7 @@ class Fitted:
         return Compression(
             k=load.k,
             chunk=_CHUNK,
-            bits_per_kept=_BITS * self.host.payload_nbytes * load.buckets / kept,
+            bits_per_coefficient=_BITS * self.host.payload_nbytes * load.buckets / kept,
             encode_s_per_element=self.crowd(nodes) * self.host.encode_s / elements,
             decode_s_per_element=self.crowd(nodes) * self.host.decode_s / elements,
         )

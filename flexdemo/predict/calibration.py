@@ -101,10 +101,10 @@ def _read_compression(one: Fields) -> Compression:
     return Compression(
         k=one.whole("k", least=1),
         chunk=one.whole("chunk", least=1),
-        bits_per_kept=one.number("bits_per_kept"),
+        bits_per_coefficient=one.number("bits_per_coefficient"),
         encode_s_per_element=one.number("encode_s_per_element"),
         decode_s_per_element=one.number("decode_s_per_element"),
-        decode_s_per_kept=one.number("decode_s_per_kept"),
-        averaged_bits_per_kept=one.number("averaged_bits_per_kept"),
+        decode_s_per_coefficient=one.number("decode_s_per_coefficient"),
+        averaged_bits_per_coefficient=one.number("averaged_bits_per_coefficient"),
         element_nbytes=one.whole("element_nbytes", least=1),
     )

@@ -16,10 +16,10 @@ __all__ = ["SUPPOSED", "Call", "Decoding", "fit_codec", "fit_decoding", "for_k"]
 SUPPOSED = Compression(
     k=32,
     chunk=64,
-    bits_per_kept=25.0,
+    bits_per_coefficient=25.0,
     encode_s_per_element=3e-9,
     decode_s_per_element=1.5e-9,
-    decode_s_per_kept=5e-8,
+    decode_s_per_coefficient=5e-8,
 )
 """About what one core of a 2-core cloud machine takes; accelerators take far less."""
 
@@ -54,11 +54,11 @@ def fit_codec(calls: Sequence[Call]) -> tuple[Compression, ...]:
         Compression(
             k=call.k,
             chunk=call.chunk,
-            bits_per_kept=8 * call.payload_nbytes / call.kept,
+            bits_per_coefficient=8 * call.payload_nbytes / call.kept,
             encode_s_per_element=call.encode_s / call.elements,
             decode_s_per_element=per_element_s,
-            decode_s_per_kept=per_kept_s,
-            averaged_bits_per_kept=_INDEX_BITS + _AVERAGE_VALUE_BITS,
+            decode_s_per_coefficient=per_kept_s,
+            averaged_bits_per_coefficient=_INDEX_BITS + _AVERAGE_VALUE_BITS,
         )
         for call in calls
     )
@@ -85,11 +85,11 @@ def fit_decoding(measured: Decoding) -> Compression:
     return Compression(
         k=measured.k,
         chunk=measured.chunk,
-        bits_per_kept=8 * measured.payload_nbytes / kept,
+        bits_per_coefficient=8 * measured.payload_nbytes / kept,
         encode_s_per_element=measured.encode_s / measured.elements,
         decode_s_per_element=max(few_s - few * kept * per_kept_s, 0.0) / measured.elements,
-        decode_s_per_kept=per_kept_s,
-        averaged_bits_per_kept=_INDEX_BITS + _AVERAGE_VALUE_BITS,
+        decode_s_per_coefficient=per_kept_s,
+        averaged_bits_per_coefficient=_INDEX_BITS + _AVERAGE_VALUE_BITS,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from flexcomm import InvalidArgumentError, gossip
 from flexdemo.predict.errors import PredictError
 from flexdemo.runtime import (
-    choose_way,
+    choose_algorithm,
     sent_nbytes,
     simulate_all_reduce,
     simulate_decentralized,
@@ -136,8 +136,8 @@ class FlexDemo:
         return simulate_flexdemo(cluster, workload, self.compression, overlap=self.overlap, horizon=horizon).iteration_s
 
     def sent_nbytes(self, cluster: Cluster, workload: Workload) -> float:
-        way = choose_way(cluster.nodes, self.compression, workload.nbytes)
-        return sent_nbytes(way, cluster.nodes, self.compression, workload.nbytes)
+        algorithm = choose_algorithm(cluster.nodes, self.compression, workload.nbytes)
+        return sent_nbytes(algorithm, cluster.nodes, self.compression, workload.nbytes)
 
     def describe_averaging(self, nodes: int) -> str:  # noqa: ARG002  (the protocol's)
         return f"1/{self.compression.chunk**2 / self.compression.k:.0f} of it, every step"

@@ -13,11 +13,11 @@ from flexdemo.runtime import (
     AlphaBeta,
     BreakEven,
     Cluster,
-    Factors,
     Horizon,
     MeasuredLinks,
+    SpeedupFactors,
     Workload,
-    explain,
+    explain_speedup,
     find_break_evens,
 )
 
@@ -77,7 +77,7 @@ class Row:
     averaging: str
     break_even: tuple[BreakEven, ...] = ()
     worth: tuple[BreakEven, ...] = ()
-    factors: Factors | None = None
+    factors: SpeedupFactors | None = None
 
 
 @dataclass(frozen=True)
@@ -121,16 +121,16 @@ def _predict_row(scene: Scene, contestant: Contestant, all_reduce_s: float) -> R
         sent_nbytes=contestant.sent_nbytes(scene.cluster(), scene.workload),
         averaging=contestant.describe_averaging(scene.nodes),
         break_even=find_break_evens(method_s, baseline_s),
-        worth=find_break_evens(method_s, baseline_s, gain=WORTH),
+        worth=find_break_evens(method_s, baseline_s, speedup=WORTH),
         factors=_explain(scene, contestant),
     )
 
 
-def _explain(scene: Scene, contestant: Contestant) -> Factors | None:
+def _explain(scene: Scene, contestant: Contestant) -> SpeedupFactors | None:
     if not isinstance(contestant, DecentralizedMethod):
         return None
     schedule = find_schedule(contestant.name, scene.nodes)
-    return explain(scene.cluster(), scene.workload, schedule, updates=contestant.updates, horizon=scene.horizon)
+    return explain_speedup(scene.cluster(), scene.workload, schedule, updates=contestant.updates, horizon=scene.horizon)
 
 
 def predict_over_bandwidth(scene: Scene, contestants: Sequence[Contestant]) -> list[Curve]:

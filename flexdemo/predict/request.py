@@ -79,7 +79,7 @@ def plan_scene(request: Request, measured: Calibration | None) -> Scene:
             optimizer_s=compute.optimizer_s,
             sigma=compute.sigma if request.sigma is None else request.sigma,
             straggler=request.straggler,
-            whole=request.whole,
+            sharded=not request.whole,
         )
         scene = Scene(
             nodes=nodes,
@@ -149,7 +149,7 @@ def describe_scene(scene: Scene, measured: Calibration | None) -> list[str]:
     how = "supposed"
     if isinstance(scene.links, MeasuredLinks):
         there = format_bits_per_s(8 * scene.links.fitted.bytes_per_s)
-        how = "measured" if scene.links.wanted is None else f"carried over from {there}, measured"
+        how = "measured" if scene.links.requested is None else f"carried over from {there}, measured"
     rate = f"{format_bits_per_s(8 * scene.links.bytes_per_s)} each way between nodes ({how})"
     buckets = f"{load.nbytes / 1e6:.4g} MB in {len(load.bucket_nbytes)} buckets"
     lines = [
@@ -164,7 +164,7 @@ def describe_scene(scene: Scene, measured: Calibration | None) -> list[str]:
     if measured is None or not measured.codec:
         lines.append(
             f"compression was not measured: {1e9 * SUPPOSED.encode_s_per_element:.3g} ns to encode an element, "
-            f"{1e9 * SUPPOSED.decode_s_per_element:.3g} ns to decode one and {1e9 * SUPPOSED.decode_s_per_kept:.3g} ns "
-            f"for each coefficient received are supposed"
+            f"{1e9 * SUPPOSED.decode_s_per_element:.3g} ns to decode one and "
+            f"{1e9 * SUPPOSED.decode_s_per_coefficient:.3g} ns for each coefficient received are supposed"
         )
     return lines

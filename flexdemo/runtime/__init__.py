@@ -1,51 +1,59 @@
-"""How long an iteration takes, by arithmetic: All-Reduce, decentralized training and FlexDeMo on the same links.
+"""Runtime model: the seconds of a training iteration by All-Reduce, decentralized training and FlexDeMo.
 
-A reconstruction of the runtime model of "From promise to practice" (arXiv 2410.11998); docs/runtime-model.md says what
-of it was checked against what. No tensors, no ranks: 1,024 nodes take a second.
+Everything is arithmetic: no tensors and no ranks, and 1,024 nodes take a second. The model is a reconstruction of the
+one in "From promise to practice" (arXiv 2410.11998); docs/runtime-model.md lists what was checked, and against what.
+
+Example::
+
+    from flexcomm import gossip
+    from flexdemo.runtime import AlphaBeta, Cluster, plan_workload, simulate_all_reduce, simulate_decentralized
+
+    cluster = Cluster(nodes=64, links=AlphaBeta(bytes_per_s=1.25e9, latency_s=50e-6))
+    workload = plan_workload(500_000_000, bucket_nbytes=25 << 20, forward_s=0.2, backward_s=0.4)
+    simulate_all_reduce(cluster, workload).iteration_s
+    simulate_decentralized(cluster, workload, gossip.one_peer_exponential(64)).iteration_s
 """
 
-from flexdemo.runtime.closed_forms import (
-    all_reduce_seconds,
-    alternating_lower_bound,
-    decentralized_seconds,
-    expected_wait,
-    most_overlap_gains,
-)
-from flexdemo.runtime.comparison import BreakEven, Factors, explain, find_break_even, find_break_evens
-from flexdemo.runtime.compressed import Compression, choose_way, sent_nbytes, simulate_flexdemo
+from flexdemo.runtime.comparison import BreakEven, SpeedupFactors, explain_speedup, find_break_evens
 from flexdemo.runtime.errors import ModelError
 from flexdemo.runtime.links import AlphaBeta, Links, LinkTable, MeasuredLinks, fit_alpha_beta
-from flexdemo.runtime.recursion import Horizon, Timing, Updates, simulate_all_reduce, simulate_decentralized
-from flexdemo.runtime.schedules import Everybody, Schedule
+from flexdemo.runtime.schedules import AllReduceSchedule, Schedule
+from flexdemo.runtime.simulation import (
+    Algorithm,
+    Compression,
+    Horizon,
+    Timing,
+    Updates,
+    choose_algorithm,
+    sent_nbytes,
+    simulate_all_reduce,
+    simulate_decentralized,
+    simulate_flexdemo,
+)
 from flexdemo.runtime.workload import Cluster, Straggler, Workload, plan_workload
 
 __all__ = [
+    "Algorithm",
+    "AllReduceSchedule",
     "AlphaBeta",
     "BreakEven",
     "Cluster",
     "Compression",
-    "Everybody",
-    "Factors",
     "Horizon",
     "LinkTable",
     "Links",
     "MeasuredLinks",
     "ModelError",
     "Schedule",
+    "SpeedupFactors",
     "Straggler",
     "Timing",
     "Updates",
     "Workload",
-    "all_reduce_seconds",
-    "alternating_lower_bound",
-    "choose_way",
-    "decentralized_seconds",
-    "expected_wait",
-    "explain",
-    "find_break_even",
+    "choose_algorithm",
+    "explain_speedup",
     "find_break_evens",
     "fit_alpha_beta",
-    "most_overlap_gains",
     "plan_workload",
     "sent_nbytes",
     "simulate_all_reduce",

@@ -1,4 +1,4 @@
-"""When a method pays: the bandwidth at which it equals All-Reduce, and what each of three causes is worth."""
+"""Comparison with All-Reduce: the rates at which a method is faster, and the causes of its speedup."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from flexdemo.runtime.errors import ModelError
-from flexdemo.runtime.recursion import HORIZON, Horizon, Updates, simulate_all_reduce, simulate_decentralized
-from flexdemo.runtime.schedules import Everybody
+from flexdemo.runtime.schedules import AllReduceSchedule
+from flexdemo.runtime.simulation import HORIZON, Horizon, Updates, simulate_all_reduce, simulate_decentralized
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from flexdemo.runtime.schedules import Schedule
     from flexdemo.runtime.workload import Cluster, Workload
 
-__all__ = ["BreakEven", "Factors", "explain", "find_break_even", "find_break_evens"]
+__all__ = ["BreakEven", "SpeedupFactors", "explain_speedup", "find_break_evens"]
 
-_PER_DECADE = 3
+_POINTS_PER_DECADE = 3
 _BISECTIONS = 12
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """At ``bytes_per_s`` both take the same time; at rates ``faster_side`` of it the method is faster."""
+    """A rate at which two methods take the same time; on its ``faster_side`` the compared method is faster."""
 
     bytes_per_s: float
     faster_side: Literal["below", "above"]
@@ -37,22 +37,43 @@ def find_break_evens(
     *,
     lowest_bytes_per_s: float = 1e5,
     highest_bytes_per_s: float = 1e11,
-    gain: float = 1.0,
+    speedup: float = 1.0,
 ) -> tuple[BreakEven, ...]:
-    """Return the rates, in ascending order, at which All-Reduce takes ``gain`` times as long as the method.
+    """Return the rates, ascending, at which All-Reduce takes ``speedup`` times as long as a method.
 
-    Both arguments say how long an iteration takes at a rate in bytes per second between nodes. Two such rates within
-    a third of a decade may be missed.
+    Two such rates within a third of a decade may be missed.
+
+    Args:
+        method_s: the method's seconds per iteration at a rate, in bytes per second between nodes.
+        all_reduce_s: All-Reduce's seconds per iteration at a rate.
+        lowest_bytes_per_s: the rate at which the search begins.
+        highest_bytes_per_s: the rate at which the search ends.
+        speedup: the ratio of the two times that is searched for.
+
+    Raises:
+        ModelError: the lowest rate is not positive, or not below the highest.
+
+    Example::
+
+        def all_reduce_s(bytes_per_s):
+            return simulate_all_reduce(Cluster(8, AlphaBeta(bytes_per_s)), workload).iteration_s
+
+        def flexdemo_s(bytes_per_s):
+            compression = Compression(k=32, encode_s_per_element=3e-9)
+            return simulate_flexdemo(Cluster(8, AlphaBeta(bytes_per_s)), workload, compression).iteration_s
+
+        find_break_evens(flexdemo_s, all_reduce_s)
+
     """
     if not 0 < lowest_bytes_per_s < highest_bytes_per_s:
         raise ModelError(f"got rates from {lowest_bytes_per_s} to {highest_bytes_per_s}, needed 0 < lowest < highest.")
 
     def is_faster(log_rate: float) -> bool:
         rate = math.exp(log_rate)
-        return all_reduce_s(rate) > gain * method_s(rate)
+        return all_reduce_s(rate) > speedup * method_s(rate)
 
     low, high = math.log(lowest_bytes_per_s), math.log(highest_bytes_per_s)
-    count = max(2, math.ceil((high - low) / math.log(10) * _PER_DECADE))
+    count = max(2, math.ceil((high - low) / math.log(10) * _POINTS_PER_DECADE))
     grid = [low + (high - low) * number / count for number in range(count + 1)]
     faster = [is_faster(log_rate) for log_rate in grid]
     return tuple(
@@ -62,29 +83,23 @@ def find_break_evens(
     )
 
 
-def find_break_even(
-    method_s: Callable[[float], float], all_reduce_s: Callable[[float], float], *, gain: float = 1.0
-) -> BreakEven | None:
-    """Return the highest rate at which All-Reduce takes ``gain`` times as long as the method, None if there is none."""
-    found = find_break_evens(method_s, all_reduce_s, gain=gain)
-    return found[-1] if found else None
-
-
-def _bisect(is_faster: Callable[[float], bool], below: float, above: float) -> float:
-    before = is_faster(below)
+def _bisect(is_faster: Callable[[float], bool], low: float, high: float) -> float:
+    at_low = is_faster(low)
     for _ in range(_BISECTIONS):
-        middle = (below + above) / 2
-        below, above = (middle, above) if is_faster(middle) == before else (below, middle)
-    return (below + above) / 2
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_faster(middle) == at_low else (low, middle)
+    return (low + high) / 2
 
 
 @dataclass(frozen=True)
-class Factors:
-    """What each cause contributes to the speedup over All-Reduce; their product is ``speedup``, in this order.
+class SpeedupFactors:
+    """The speedup of a schedule over All-Reduce as a product of three causes, each added to the ones before it.
 
-    ``overlap``: All-Reduce's own traffic, but with a whole iteration to arrive; all nodes at their mean pace.
-    ``links``: then the schedule's traffic instead of All-Reduce's. ``variation``: then nodes as they are, whose speedup
-    is so many times that of steady nodes.
+    Args:
+        overlap: All-Reduce's traffic, but with a whole iteration to arrive; no variation of compute times.
+        links: the schedule's traffic instead of All-Reduce's; no variation.
+        variation: the speedup with variation over the speedup without.
+
     """
 
     overlap: float
@@ -93,28 +108,48 @@ class Factors:
 
     @property
     def speedup(self) -> float:
+        """The product of the three factors."""
         return self.overlap * self.links * self.variation
 
 
-def explain(
+def explain_speedup(
     cluster: Cluster,
     workload: Workload,
     schedule: Schedule,
     *,
+    all_reduce_workload: Workload | None = None,
     updates: Updates = "backward",
     horizon: Horizon = HORIZON,
-) -> Factors:
-    """Return what overlap, cheaper links and independence of slow nodes are worth, each switched on after the other."""
+) -> SpeedupFactors:
+    """Return how much overlap, cheaper exchanges and variation contribute to a schedule's speedup over All-Reduce.
+
+    Args:
+        cluster: nodes and links.
+        workload: buckets and compute times of decentralized training.
+        schedule: one of ``flexcomm.gossip`` for as many nodes.
+        all_reduce_workload: that of All-Reduce, if its buckets are of another size.
+        updates: see :func:`simulate_decentralized`.
+        horizon: how many iterations are simulated.
+
+    Raises:
+        ModelError: the schedule is for another number of nodes, or ``updates`` is unknown.
+
+    Example::
+
+        explain_speedup(cluster, workload, flexcomm.gossip.ring(cluster.nodes)).links
+
+    """
 
     def decentralized_s(load: Workload, which: Schedule) -> float:
         return simulate_decentralized(cluster, load, which, updates=updates, horizon=horizon).iteration_s
 
+    reduced = all_reduce_workload or workload
     steady = workload.steady()
-    steady_all_reduce_s = simulate_all_reduce(cluster, steady, horizon).iteration_s
-    overlapped_s = decentralized_s(steady, Everybody(cluster.nodes))
+    steady_all_reduce_s = simulate_all_reduce(cluster, reduced.steady(), horizon).iteration_s
+    overlapped_s = decentralized_s(steady, AllReduceSchedule(cluster.nodes))
     steady_s = decentralized_s(steady, schedule)
-    speedup = simulate_all_reduce(cluster, workload, horizon).iteration_s / decentralized_s(workload, schedule)
-    return Factors(
+    speedup = simulate_all_reduce(cluster, reduced, horizon).iteration_s / decentralized_s(workload, schedule)
+    return SpeedupFactors(
         overlap=steady_all_reduce_s / overlapped_s,
         links=overlapped_s / steady_s,
         variation=speedup * steady_s / steady_all_reduce_s,

@@ -1,4 +1,4 @@
-"""The one error of the runtime model. This room imports neither torch nor flexcomm, so it cannot share their tree."""
+"""The error of the runtime model, which imports neither torch nor flexcomm and so cannot use their errors."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ __all__ = ["ModelError", "check_at_least", "check_between"]
 
 
 class ModelError(ValueError):
-    """Figures that describe no cluster, workload or schedule; the message says which and what was needed."""
+    """Impossible figures for a cluster, workload or schedule; the message names them and says what was needed."""
 
 
 def check_at_least(name: str, number: float, least: float) -> None:
-    """Return when ``number`` is ``least`` or more; NaN is not."""
+    """Raise ``ModelError`` unless ``number`` is ``least`` or more; NaN is not."""
     if not number >= least:
         raise ModelError(f"got {name} = {number}, needed {least} or more.")
 
 
 def check_between(name: str, number: float, least: float, most: float) -> None:
-    """Return when ``number`` lies in [``least``, ``most``]; NaN does not."""
+    """Raise ``ModelError`` unless ``number`` lies in [``least``, ``most``]; NaN does not."""
     if not least <= number <= most:
         raise ModelError(f"got {name} = {number}, needed a number between {least} and {most}.")

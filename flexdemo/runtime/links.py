@@ -1,15 +1,16 @@
-"""How long an exchange takes: ``tau(link, k, nbytes)``, from formulas or from a measured table.
+"""Time of an exchange, ``tau(link, k, nbytes)``: from a formula, or from measured tables.
 
-``nbytes`` is what a *node* holds of a bucket. Where a node has several ranks, each of them carries its share of it at
-the same time, through the one network card of the node. ``link`` says which kind of exchange:
+``nbytes`` is what a *node* holds of a bucket. Where a node has several ranks, each carries its share of these bytes at
+the same time, through the node's one network card. ``link`` is the type of exchange:
 
-==============  ======================================================================================
-``group``       k nodes average the bucket: 1 costs nothing, 2 swap it, more of them split it
-``edges``       a node sends the bucket to, or receives it from, k others (the larger number counts)
-``all-reduce``  k nodes add up the bucket
-``gather``      k nodes, each of which contributes ``nbytes``, receive what all others contributed
-``intra``       k ranks of one node: reduce-scatter before, all-gather after an exchange, both together
-==============  ======================================================================================
+==============  ==========================================================================================
+``group``       k nodes average the bucket: 1 sends nothing, 2 send it to each other, more reduce-scatter
+                and all-gather it
+``edges``       a node sends the bucket to k others, or receives k buckets (the larger number counts)
+``all-reduce``  k nodes all-reduce the bucket
+``gather``      all-gather among k nodes, each of which contributes ``nbytes``
+``intra``       k ranks of one node: the reduce-scatter before and the all-gather after an inter-node exchange
+==============  ==========================================================================================
 """
 
 from __future__ import annotations
@@ -20,23 +21,21 @@ from typing import Protocol
 
 from flexdemo.runtime.errors import ModelError, check_at_least
 
-__all__ = ["LINKS", "AlphaBeta", "LinkTable", "Links", "MeasuredLinks", "fit_alpha_beta"]
+__all__ = ["LINKS", "AlphaBeta", "LinkTable", "Links", "MeasuredLinks", "crossings", "fit_alpha_beta"]
 
 LINKS = ("group", "edges", "all-reduce", "gather", "intra")
-_MANNERS = ("swap", "sum", "gather", "intra")
-"""Neighbours are most alike: a time that was not measured is taken from those."""
 
 
 class Links(Protocol):
-    """What the recursions ask about a network."""
+    """A network, as far as the simulations need it."""
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
-        """Return the seconds of one exchange."""
+        """Return the seconds of one exchange of type ``link`` among ``k``, of ``nbytes`` per node."""
         ...
 
 
 def crossings(link: str, k: int) -> float:
-    """Return how often the bucket crosses a node's cable, in the direction that carries more."""
+    """Return the bytes through a node's card per byte of the bucket, in the direction that carries more."""
     if link == "edges":
         return float(k)
     if k <= 1:
@@ -49,18 +48,31 @@ def crossings(link: str, k: int) -> float:
 
 
 def rounds(link: str, k: int) -> int:
-    """Return how many latencies an exchange takes, one after another."""
+    """Return the number of message latencies that follow each other in an exchange."""
     if link == "edges":
         return min(k, 1)
     return math.ceil(math.log2(k)) if k > 1 else 0
 
 
+def check_link(link: str) -> None:
+    """Raise ``ModelError`` unless ``link`` is a known type of exchange."""
+    if link not in LINKS:
+        raise ModelError(f"got the link {link!r}, needed one of {', '.join(LINKS)}.")
+
+
 @dataclass(frozen=True)
 class AlphaBeta:
-    """A latency for each round and a rate for the bytes: ``rounds * latency_s + crossings * nbytes / bytes_per_s``.
+    """The alpha-beta model: ``rounds * latency_s + crossings * nbytes / bytes_per_s``.
 
-    ``bytes_per_s`` is what a node's network card carries one way while it carries as much the other way. Inside a node
-    the two other figures count; by default that is free.
+    Args:
+        bytes_per_s: rate of a node's network card in one direction, while it carries as much in the other.
+        latency_s: latency of a message between nodes.
+        intra_bytes_per_s: the rate inside a node; infinite by default.
+        intra_latency_s: the latency inside a node.
+
+    Raises:
+        ModelError: a rate is not positive, or a latency is negative.
+
     """
 
     bytes_per_s: float
@@ -76,6 +88,7 @@ class AlphaBeta:
         check_at_least("intra_latency_s", self.intra_latency_s, 0.0)
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
+        """Return the seconds of one exchange; see :class:`Links`."""
         check_link(link)
         if link == "intra":
             return rounds(link, k) * self.intra_latency_s + crossings(link, k) * nbytes / self.intra_bytes_per_s
@@ -86,15 +99,20 @@ class AlphaBeta:
         return replace(self, bytes_per_s=bytes_per_s)
 
 
-def check_link(link: str) -> None:
-    """Return when ``link`` is a kind of exchange we know."""
-    if link not in LINKS:
-        raise ModelError(f"got the link {link!r}, needed one of {', '.join(LINKS)}.")
-
-
 @dataclass(frozen=True)
 class LinkTable:
-    """Measured seconds of one kind of exchange among ``k``, by ascending ``nbytes``."""
+    """Measured seconds of one type of exchange.
+
+    Args:
+        link: type of exchange, one of ``LINKS``.
+        k: number of nodes that took part; for ``intra`` the ranks of a node, for ``edges`` the peers of a node.
+        nbytes: the sizes that were measured, ascending, each that of a node.
+        seconds: the time of each size.
+
+    Raises:
+        ModelError: an unknown ``link``, sizes that do not ascend, or a time that is not positive and finite.
+
+    """
 
     link: str
     k: int
@@ -116,9 +134,9 @@ class LinkTable:
                 raise ModelError(f"the table of {self.link} among {self.k} says {seconds} s, needed more than 0.")
 
     def at(self, nbytes: float) -> float:
-        """Return the seconds of ``nbytes``: on the line through the two sizes around it, or the two nearest.
+        """Return the seconds of ``nbytes``, interpolated linearly, or extrapolated from the two nearest sizes.
 
-        Below the least size that line may fall below half the least time: latency stays, so half of it is the floor.
+        Latency does not shrink with the size, so the result is never below half the smallest measured time.
         """
         if len(self.nbytes) == 1:
             return self.seconds[0] * max(nbytes / self.nbytes[0], 0.5)
@@ -129,30 +147,35 @@ class LinkTable:
 
 
 def fit_alpha_beta(tables: tuple[LinkTable, ...]) -> AlphaBeta:
-    """Return the formula nearest to the tables, in relative terms.
+    """Return the alpha-beta model with the least squared relative error over ``tables``.
 
-    It carries what was measured to sizes of clusters, and rates, that were not; it never replaces a measured time.
+    It extrapolates measured times to other numbers of nodes and other rates; it never replaces a measured time.
+
+    Raises:
+        ModelError: no table measures an exchange between nodes.
+
     """
-    between = [table for table in tables if table.link != "intra" and table.k > 1]
-    inside = [table for table in tables if table.link == "intra" and table.k > 1]
-    if not between:
+    inter = [table for table in tables if table.link != "intra" and table.k > 1]
+    intra = [table for table in tables if table.link == "intra" and table.k > 1]
+    if not inter:
         raise ModelError(
             "no table measures anything between nodes: needed one of group, edges, all-reduce or gather "
             "with k of 2 or more. Measure on at least two nodes."
         )
-    latency_s, bytes_per_s = _fit(between)
-    intra_latency_s, intra_bytes_per_s = _fit(inside) if inside else (0.0, math.inf)
+    latency_s, bytes_per_s = _fit(inter)
+    intra_latency_s, intra_bytes_per_s = _fit(intra) if intra else (0.0, math.inf)
     return AlphaBeta(bytes_per_s, latency_s, intra_bytes_per_s, intra_latency_s)
 
 
 def _fit(tables: list[LinkTable]) -> tuple[float, float]:
-    """Return latency and rate by least squares of relative errors; a latency below zero counts as zero."""
+    """Return latency and rate by least squares of relative errors; a negative latency counts as zero."""
     points = [
         (rounds(table.link, table.k) / seconds, crossings(table.link, table.k) * size / seconds)
         for table in tables
         for size, seconds in zip(table.nbytes, table.seconds, strict=True)
     ]
-    aa, ab, bb = (sum(x * y for x, y in pairs) for pairs in _products(points))
+    # The normal equations of a * latency_s + b * s_per_byte = 1.
+    aa, ab, bb = sum(a * a for a, _ in points), sum(a * b for a, b in points), sum(b * b for _, b in points)
     a1, b1 = sum(a for a, _ in points), sum(b for _, b in points)
     determinant = aa * bb - ab * ab
     if determinant > 1e-12 * aa * bb:
@@ -162,61 +185,67 @@ def _fit(tables: list[LinkTable]) -> tuple[float, float]:
     return 0.0, bb / b1
 
 
-def _products(points: list[tuple[float, float]]) -> tuple[list[tuple[float, float]], ...]:
-    return [(a, a) for a, _ in points], [(a, b) for a, b in points], [(b, b) for _, b in points]
+_PATTERNS = ("send_recv", "all-reduce", "gather", "intra")
+"""Communication patterns, each next to those most like it."""
+
+
+def _pattern(link: str, k: int) -> str:
+    if link in ("gather", "intra"):
+        return link
+    return "send_recv" if link == "edges" or (link == "group" and k == 2) else "all-reduce"
 
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Measured tables; what they do not hold is carried over from the nearest they do hold.
+    """Measured tables, extrapolated by the alpha-beta model where they do not apply.
 
-    An exchange that was measured among another number of nodes, or of another kind, takes the measured time multiplied
-    by the quotient of the two formulas. At another rate the same, but what the measured time exceeds the formula by is
-    not multiplied: on a slower cable the work of sending stays what it is.
+    An exchange that was not measured takes the time of the table most like it, multiplied by the ratio of the two
+    formulas. At another rate that ratio applies, on a slower network, only to the part of a time that the formula
+    explains: the rest is work of the hosts, which does not depend on the network.
+
+    Args:
+        tables: what was measured; at least one table must be of an exchange between nodes.
+        requested: the alpha-beta model at another rate than the measured one; set by :meth:`at_bandwidth`.
+
     """
 
     tables: tuple[LinkTable, ...]
     fitted: AlphaBeta = field(init=False)
-    wanted: AlphaBeta | None = None
+    requested: AlphaBeta | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fitted", fit_alpha_beta(self.tables))
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
+        """Return the seconds of one exchange; see :class:`Links`."""
         check_link(link)
         formula_s = self.fitted.tau(link, k, nbytes)
         table = self._nearest(link, k)
         if table is None or formula_s == 0.0:
             return formula_s
         seconds = table.at(nbytes) * formula_s / self.fitted.tau(table.link, table.k, nbytes)
-        if self.wanted is None:
+        if self.requested is None:
             return seconds
-        ratio, excess_s = self.wanted.tau(link, k, nbytes) / formula_s, max(seconds - formula_s, 0.0)
+        ratio, excess_s = self.requested.tau(link, k, nbytes) / formula_s, max(seconds - formula_s, 0.0)
         return (seconds - excess_s) * ratio + excess_s * min(ratio, 1.0)
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate between nodes, by the formula that fits best."""
-        return (self.wanted or self.fitted).bytes_per_s
+        """The rate between nodes in the fitted, or the requested, alpha-beta model."""
+        return (self.requested or self.fitted).bytes_per_s
 
     def at_bandwidth(self, bytes_per_s: float) -> MeasuredLinks:
         """Return the same network with another rate between nodes."""
-        return replace(self, wanted=(self.wanted or self.fitted).at_bandwidth(bytes_per_s))
+        return replace(self, requested=(self.requested or self.fitted).at_bandwidth(bytes_per_s))
 
     def _nearest(self, link: str, k: int) -> LinkTable | None:
-        """Return the table of the kind most like it, and of those the one whose number is nearest, by ratio."""
-        wanted = _manner(link, k)
+        """Return the table with the most similar pattern and, among those, the nearest k by ratio."""
+        pattern = _PATTERNS.index(_pattern(link, k))
         known = [table for table in self.tables if (table.link == "intra") == (link == "intra")]
         known = [table for table in known if crossings(table.link, table.k) > 0]
 
         def distance(table: LinkTable) -> tuple[bool, int, float, int]:
-            unlike = abs(_MANNERS.index(_manner(table.link, table.k)) - _MANNERS.index(wanted))
+            unlike = abs(_PATTERNS.index(_pattern(table.link, table.k)) - pattern)
             return table.link != link or unlike > 0, unlike, abs(math.log(table.k / max(k, 1))), table.k
 
         return min(known, key=distance, default=None)
-
-
-def _manner(link: str, k: int) -> str:
-    if link in ("gather", "intra"):
-        return link
-    return "swap" if link == "edges" or (link == "group" and k == 2) else "sum"

@@ -1,7 +1,7 @@
-"""Who exchanges with whom, as index arrays: what the recursion needs of a schedule, computed once for each phase.
+"""Schedules as index arrays: each phase is converted once, for the simulation to use in every iteration.
 
-Schedules are those of ``flexcomm.gossip``, or anything with the same attributes; this room does not import them. A
-group may name the kind of link it uses in an attribute ``link``; without one it is a ``group`` of nodes.
+A schedule is one of ``flexcomm.gossip``, or any object with the same attributes; this package does not import them. A
+group may name the type of its exchange in an attribute ``link``; the default is ``group``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from flexdemo.runtime.errors import ModelError
+from flexdemo.runtime.workload import intra_legs_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from flexdemo.runtime.workload import Cluster, Workload
 
-__all__ = ["Edge", "Everybody", "Group", "Phase", "PhasePlan", "Schedule", "plan_phase"]
+__all__ = ["AllReduceSchedule", "Edge", "Group", "Phase", "PhasePlan", "Schedule", "plan_phase"]
 
 
 class Group(Protocol):
@@ -52,7 +53,7 @@ class Phase(Protocol):
 
 
 class Schedule(Protocol):
-    """A phase for every step; it repeats after ``period`` steps, or never where that is None."""
+    """A phase for every step. ``period`` is the number of steps after which phases repeat, None if they never do."""
 
     @property
     def nodes(self) -> int: ...
@@ -61,65 +62,73 @@ class Schedule(Protocol):
     def period(self) -> int | None: ...
 
     def phase(self, step: int) -> Phase:
-        """Return who exchanges with whom in ``step``."""
+        """Return the exchanges of ``step``."""
         ...
 
 
 @dataclass(frozen=True)
-class _Together:
+class _AllReduceGroup:
     members: tuple[int, ...]
     link: str = "all-reduce"
 
 
 @dataclass(frozen=True)
-class _OnePhase:
-    groups: tuple[_Together, ...]
+class _AllReducePhase:
+    groups: tuple[_AllReduceGroup, ...]
     edges: tuple[Edge, ...] = ()
 
 
 @dataclass(frozen=True)
-class Everybody:
-    """All nodes average by all-reduce in every step: All-Reduce's traffic with decentralized training's overlap."""
+class AllReduceSchedule:
+    """All nodes all-reduce in every step: All-Reduce's traffic with the overlap of decentralized training."""
 
     nodes: int
     period: int = 1
 
-    def phase(self, step: int) -> _OnePhase:  # noqa: ARG002  (the name is the protocol's)
-        return _OnePhase((_Together(tuple(range(self.nodes))),))
+    def phase(self, step: int) -> _AllReducePhase:  # noqa: ARG002  (the name is the protocol's)
+        """Return one group of all nodes."""
+        return _AllReducePhase((_AllReduceGroup(tuple(range(self.nodes))),))
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """A phase as arrays, and the seconds of its exchanges for each bucket.
+    """A phase as arrays, with the seconds of its exchanges for each bucket b.
 
-    ``groups[c]`` is ``[groups, k]``, ``group_s[b][c]`` the seconds of bucket b in them; ``sources`` and ``targets`` are
-    the edges, ``senders`` the nodes that have any, ``edge_s[b]`` their seconds. ``silent`` nodes exchange nothing with
-    others; ``silent_s[b]`` is what their own node's legs take.
+    Groups of one link and size form a class c: ``groups[c]`` is ``[groups, k]`` and ``group_s[b][c]`` their seconds.
+    ``sources`` and ``targets`` are the ends of the edges, ``edge_nodes`` the nodes that have any, ``edge_s[b]`` their
+    seconds. ``idle`` nodes exchange nothing with others; ``idle_s[b]`` are the seconds of their intra-node legs.
     """
 
     groups: tuple[NDArray[np.intp], ...]
     group_s: tuple[tuple[float, ...], ...]
     sources: NDArray[np.intp]
     targets: NDArray[np.intp]
-    senders: NDArray[np.intp]
+    edge_nodes: NDArray[np.intp]
     edge_s: tuple[NDArray[np.float64], ...]
-    silent: NDArray[np.intp]
-    silent_s: tuple[float, ...]
+    idle: NDArray[np.intp]
+    idle_s: tuple[float, ...]
 
 
 def plan_phase(phase: Phase, cluster: Cluster, workload: Workload) -> PhasePlan:
-    """Return the arrays of ``phase``; moves nothing."""
-    classes = _sort_groups(phase)
+    """Return the arrays and times of ``phase``.
+
+    Raises:
+        ModelError: the phase names a node that does not exist, or one node in several groups.
+
+    """
+    classes: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
+    for group in phase.groups:
+        classes[getattr(group, "link", "group"), len(group.members)].append(tuple(group.members))
     groups = tuple(np.array(members, dtype=np.intp) for members in classes.values())
     sources = np.array([edge.source for edge in phase.edges], dtype=np.intp)
     targets = np.array([edge.target for edge in phase.edges], dtype=np.intp)
     _check_nodes(groups, sources, targets, cluster.nodes)
     peers = np.maximum(*(np.bincount(ends, minlength=cluster.nodes) for ends in (sources, targets)))
-    senders = np.flatnonzero(peers)
+    edge_nodes = np.flatnonzero(peers)
     busy = np.zeros(cluster.nodes, dtype=bool)
-    for members in (*groups, senders):
+    for members in (*groups, edge_nodes):
         busy[members] = True
-    legs_s = tuple(cluster.intra_s(size) if workload.whole else 0.0 for size in workload.bucket_nbytes)
+    legs_s = tuple(intra_legs_s(cluster, workload, size) for size in workload.bucket_nbytes)
     sizes = list(zip(workload.bucket_nbytes, legs_s, strict=True))
     tau = cluster.links.tau
     return PhasePlan(
@@ -127,22 +136,14 @@ def plan_phase(phase: Phase, cluster: Cluster, workload: Workload) -> PhasePlan:
         group_s=tuple(tuple(leg_s + tau(link, k, size) for link, k in classes) for size, leg_s in sizes),
         sources=sources,
         targets=targets,
-        senders=senders,
-        edge_s=tuple(leg_s + _edge_seconds(peers[senders], cluster, size) for size, leg_s in sizes),
-        silent=np.flatnonzero(~busy),
-        silent_s=legs_s,
+        edge_nodes=edge_nodes,
+        edge_s=tuple(leg_s + _edges_s(peers[edge_nodes], cluster, size) for size, leg_s in sizes),
+        idle=np.flatnonzero(~busy),
+        idle_s=legs_s,
     )
 
 
-def _sort_groups(phase: Phase) -> dict[tuple[str, int], list[tuple[int, ...]]]:
-    """Return the groups by their kind of link and size: those of one class are computed at once."""
-    classes: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
-    for group in phase.groups:
-        classes[getattr(group, "link", "group"), len(group.members)].append(tuple(group.members))
-    return classes
-
-
-def _edge_seconds(peers: NDArray[np.intp], cluster: Cluster, nbytes: int) -> NDArray[np.float64]:
+def _edges_s(peers: NDArray[np.intp], cluster: Cluster, nbytes: int) -> NDArray[np.float64]:
     counts, place = np.unique(peers, return_inverse=True)
     seconds = np.array([cluster.links.tau("edges", int(count), nbytes) for count in counts], dtype=np.float64)
     return seconds[place]
@@ -151,11 +152,12 @@ def _edge_seconds(peers: NDArray[np.intp], cluster: Cluster, nbytes: int) -> NDA
 def _check_nodes(
     groups: tuple[NDArray[np.intp], ...], sources: NDArray[np.intp], targets: NDArray[np.intp], nodes: int
 ) -> None:
-    everybody = np.concatenate([*(members.ravel() for members in groups), sources, targets])
-    strange = everybody[(everybody < 0) | (everybody >= nodes)]
-    if strange.size:
-        raise ModelError(f"a phase names node {int(strange[0])}, but there are {nodes} nodes, numbered from 0.")
-    counts = np.bincount(np.concatenate([*(members.ravel() for members in groups), np.array([], dtype=np.intp)]))
+    in_groups = np.concatenate([*(members.ravel() for members in groups), np.array([], dtype=np.intp)])
+    named = np.concatenate([in_groups, sources, targets])
+    unknown = named[(named < 0) | (named >= nodes)]
+    if unknown.size:
+        raise ModelError(f"a phase names node {int(unknown[0])}, but there are {nodes} nodes, numbered from 0.")
+    counts = np.bincount(in_groups)
     if counts.size and counts.max() > 1:
         raise ModelError(
             f"node {int(counts.argmax())} is in {int(counts.max())} groups of a phase, needed one or none."

@@ -1,4 +1,4 @@
-"""What is computed in an iteration, and by whom: buckets, seconds, and how the seconds vary."""
+"""Cluster and workload: nodes and their links; buckets, compute times, and how these times vary."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ if TYPE_CHECKING:
 
     from flexdemo.runtime.links import Links
 
-__all__ = ["Cluster", "Straggler", "Workload", "plan_workload"]
+__all__ = ["Cluster", "Straggler", "Workload", "intra_legs_s", "plan_workload"]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` of ``ranks_per_node`` each, joined by ``links``."""
+    """A cluster of equal nodes.
+
+    Args:
+        nodes: number of nodes.
+        links: times of exchanges, such as ``AlphaBeta(bytes_per_s=1.25e9, latency_s=50e-6)``.
+        ranks_per_node: ranks on each node; they share the node's network card and its work.
+
+    Raises:
+        ModelError: there is no node, or no rank on a node.
+
+    """
 
     nodes: int
     links: Links
@@ -31,10 +41,6 @@ class Cluster:
     def __post_init__(self) -> None:
         check_at_least("nodes", self.nodes, 1)
         check_at_least("ranks_per_node", self.ranks_per_node, 1)
-
-    def intra_s(self, nbytes: float) -> float:
-        """Return the seconds of the legs inside a node, before and after an exchange."""
-        return self.links.tau("intra", self.ranks_per_node, nbytes) if self.ranks_per_node > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,26 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Workload:
-    """One iteration of training, in buckets of the model, in the order the backward pass completes them.
+    """One training iteration of a node, bucket by bucket, in the order in which the backward pass completes them.
 
-    ``sigma`` is the standard deviation of a node's compute time from iteration to iteration, relative to its mean; it
-    and ``slowness`` (a factor for each node; empty: all alike) act on the forward and the backward pass, as the
-    straggler does. ``whole`` says that every rank holds the whole model, so that every exchange has legs inside the
-    node; of sharded models (FSDP) the wrapper does that, and its time belongs into ``backward_s``.
+    ``plan_workload`` makes one of equal buckets.
+
+    Args:
+        bucket_nbytes: a node's bytes of each bucket.
+        forward_s: seconds of the forward pass.
+        backward_s: seconds of the backward pass for each bucket.
+        optimizer_s: seconds of the optimizer for each bucket, mixing included.
+        sigma: standard deviation of a node's compute time from iteration to iteration, relative to its mean.
+        slowness: each node's factor on its compute time; empty if all nodes are equally fast.
+        straggler: occasional delays of single nodes.
+        sharded: FSDP reduces inside a node, and its time is part of ``backward_s``. If False, every rank holds the
+            whole model, so that every exchange has intra-node legs.
+
+    ``sigma``, ``slowness`` and ``straggler`` apply to the forward and the backward pass, not to the optimizer.
+
+    Raises:
+        ModelError: the tuples differ in length or are empty, or a number is negative.
+
     """
 
     bucket_nbytes: tuple[int, ...]
@@ -66,7 +86,7 @@ class Workload:
     sigma: float = 0.0
     slowness: tuple[float, ...] = ()
     straggler: Straggler = Straggler()
-    whole: bool = False
+    sharded: bool = True
 
     def __post_init__(self) -> None:
         lengths = {len(self.bucket_nbytes), len(self.backward_s), len(self.optimizer_s)}
@@ -92,7 +112,7 @@ class Workload:
         return self.forward_s + sum(self.backward_s) + sum(self.optimizer_s)
 
     def steady(self) -> Workload:
-        """Return the same without variation: no noise, no straggler, all nodes alike, at their mean time."""
+        """Return the same workload without variation: every node takes the mean time in every iteration."""
         mean = sum(self.slowness) / len(self.slowness) if self.slowness else 1.0
         mean *= 1 + self.straggler.probability * self.straggler.slowdown
         return replace(
@@ -105,9 +125,9 @@ class Workload:
         )
 
     def draw(self, nodes: int, iteration: int, seed: int) -> NDArray[np.float64]:
-        """Return each node's factor on its compute time in this iteration: a function of the arguments alone.
+        """Return each node's factor on its compute time in an iteration, a function of the arguments alone.
 
-        All methods see the same draws, so their ratio does not depend on luck.
+        All methods get the same factors, so their ratio does not depend on chance.
         """
         slowness = self.slowness or (1.0,) * nodes
         if len(slowness) != nodes:
@@ -130,18 +150,46 @@ def _draw(
     return factors * (1 + straggler.slowdown * hit)
 
 
+def intra_legs_s(cluster: Cluster, workload: Workload, nbytes: float) -> float:
+    """Return the seconds of an exchange's legs inside a node; FSDP's own count as compute time."""
+    if workload.sharded or cluster.ranks_per_node == 1:
+        return 0.0
+    return cluster.links.tau("intra", cluster.ranks_per_node, nbytes)
+
+
 def plan_workload(
     nbytes: int,
     *,
-    bucket_nbytes: int = 25 * 2**20,
+    bucket_nbytes: int,
     forward_s: float,
     backward_s: float,
     optimizer_s: float = 0.0,
     sigma: float = 0.0,
+    slowness: tuple[float, ...] = (),
     straggler: Straggler = Straggler(),  # noqa: B008  (frozen)
-    whole: bool = False,
+    sharded: bool = True,
 ) -> Workload:
-    """Return a model of ``nbytes`` in equal buckets of at most ``bucket_nbytes``, and its seconds spread evenly."""
+    """Return the workload of a model in equal buckets, with the compute times spread evenly over them.
+
+    Args:
+        nbytes: bytes of the model that the ranks of a node exchange together, such as 4 per fp32 parameter.
+        bucket_nbytes: the largest size of a bucket: 25 MiB in DDP, ``flexcomm.sync.BUCKET_BYTES`` in flexdemo.
+        forward_s: seconds of the forward pass.
+        backward_s: seconds of the backward pass.
+        optimizer_s: seconds of the optimizer, mixing included.
+        sigma: see :class:`Workload`, as for the other arguments.
+        slowness: each node's factor on its compute time.
+        straggler: occasional delays of single nodes.
+        sharded: the model is sharded inside a node by FSDP.
+
+    Raises:
+        ModelError: a size is below 1, or another number is negative.
+
+    Example::
+
+        plan_workload(4 * 124_000_000, bucket_nbytes=16 << 20, forward_s=0.15, backward_s=0.3, sigma=0.05)
+
+    """
     check_at_least("nbytes", nbytes, 1)
     check_at_least("bucket_nbytes", bucket_nbytes, 1)
     count = math.ceil(nbytes / bucket_nbytes)
@@ -152,6 +200,7 @@ def plan_workload(
         backward_s=(backward_s / count,) * count,
         optimizer_s=(optimizer_s / count,) * count,
         sigma=sigma,
+        slowness=slowness,
         straggler=straggler,
-        whole=whole,
+        sharded=sharded,
     )

@@ -11,24 +11,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from flexdemo.runtime import (
+    AllReduceSchedule,
     AlphaBeta,
     Cluster,
     Compression,
-    Everybody,
     Horizon,
     ModelError,
     Straggler,
     Timing,
     Workload,
-    all_reduce_seconds,
-    alternating_lower_bound,
-    choose_way,
-    decentralized_seconds,
-    expected_wait,
-    explain,
-    find_break_even,
+    choose_algorithm,
+    explain_speedup,
     find_break_evens,
-    most_overlap_gains,
     plan_workload,
     sent_nbytes,
     simulate_all_reduce,
@@ -36,6 +30,14 @@ from flexdemo.runtime import (
     simulate_flexdemo,
 )
 from flexdemo.runtime.schedules import plan_phase
+from flexdemo.runtime.workload import intra_legs_s
+from tests.unit.closed_forms import (
+    all_reduce_seconds,
+    alternating_lower_bound,
+    decentralized_seconds,
+    expected_wait,
+    most_overlap_gains,
+)
 
 if TYPE_CHECKING:
     from flexdemo.runtime import Updates
@@ -138,7 +140,7 @@ def naive_exchange(
     cluster: Cluster, workload: Workload, phase: Phase, b: int, ready: list[float], engine: list[float]
 ) -> list[float]:
     size, n = workload.bucket_nbytes[b], cluster.nodes
-    legs = cluster.intra_s(size) if workload.whole else 0.0
+    legs = intra_legs_s(cluster, workload, size)
     free = [max(u, q) for u, q in zip(ready, engine, strict=True)]
     end = [-math.inf] * n
     for group in phase.groups:
@@ -166,7 +168,7 @@ def naive_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon) -> 
         end = now
         for b, size in enumerate(workload.bucket_nbytes):
             gradients = [g + f * workload.backward_s[b] for g, f in zip(gradients, factors, strict=True)]
-            legs = cluster.intra_s(size) if workload.whole else 0.0
+            legs = intra_legs_s(cluster, workload, size)
             end = max(*gradients, end) + legs + cluster.links.tau("all-reduce", cluster.nodes, size)
         now = max(end, *gradients) + sum(workload.optimizer_s)
         finished.append(now)
@@ -185,7 +187,7 @@ def random_case(seed: int) -> tuple[Cluster, Workload, Fixed]:
         sigma=draw.choice([0.0, 0.3]),
         slowness=draw.choice([(), tuple(draw.uniform(0.5, 2) for _ in range(nodes))]),
         straggler=draw.choice([Straggler(), Straggler(0.2, 3.0)]),
-        whole=draw.random() < 0.5,
+        sharded=draw.random() >= 0.5,
     )
     phases = tuple(random_phase(draw, nodes) for _ in range(draw.randint(1, 3)))
     links = AlphaBeta(draw.uniform(500, 5000), draw.uniform(0, 0.1), draw.uniform(5000, 9000), 0.01)
@@ -289,18 +291,20 @@ def test_a_node_pays_for_each_of_its_peers() -> None:
     assert simulate_decentralized(Cluster(4, LINKS), load(), star, horizon=SHORT).iteration_s == pytest.approx(6.0)
 
 
-def test_legs_inside_a_node_are_part_of_every_exchange_of_whole_models_only() -> None:
+def test_intra_node_legs_are_part_of_every_exchange_unless_the_model_is_sharded() -> None:
     cluster = Cluster(2, AlphaBeta(math.inf, intra_bytes_per_s=256.0), ranks_per_node=2)  # 4 s a bucket
     assert simulate_all_reduce(cluster, load(), SHORT).iteration_s == 3.5
-    assert simulate_all_reduce(cluster, load(whole=True), SHORT).iteration_s == 10.5
+    assert simulate_all_reduce(cluster, load(sharded=False), SHORT).iteration_s == 10.5
     pairs = Fixed(2, (Phase((Group((0, 1)),)),))
     assert simulate_decentralized(cluster, load(), pairs, horizon=SHORT).iteration_s == 3.5
-    assert simulate_decentralized(cluster, load(whole=True), pairs, horizon=SHORT).iteration_s == pytest.approx(8.0)
+    assert simulate_decentralized(cluster, load(sharded=False), pairs, horizon=SHORT).iteration_s == pytest.approx(8.0)
     alone = Fixed(2, (Phase(),))
-    assert simulate_decentralized(cluster, load(whole=True), alone, horizon=SHORT).iteration_s == pytest.approx(8.0)
+    assert simulate_decentralized(cluster, load(sharded=False), alone, horizon=SHORT).iteration_s == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize("schedule", [Everybody(8), one_peer_exponential(8), ring(8)], ids=["all", "exp", "ring"])
+@pytest.mark.parametrize(
+    "schedule", [AllReduceSchedule(8), one_peer_exponential(8), ring(8)], ids=["all", "exp", "ring"]
+)
 def test_more_bandwidth_never_costs_time(schedule: Fixed) -> None:
     workload = load(sigma=0.2)
     taken = [
@@ -354,21 +358,21 @@ def test_ten_thousand_nodes_are_simulated() -> None:
 # FlexDeMo
 
 
-def test_a_payload_is_as_long_as_what_is_kept() -> None:
-    half = Compression(k=2048, chunk=64, bits_per_kept=32.0)
-    assert half.kept(16384) == 2048
+def test_a_payload_is_as_long_as_its_coefficients() -> None:
+    half = Compression(k=2048, chunk=64, bits_per_coefficient=32.0)
+    assert half.coefficients(16384) == 2048
     assert half.payload_nbytes(16384) == 8192
 
 
 def test_flexdemo_by_hand() -> None:
     # 256 elements a bucket. Payloads are a quarter of it: 0.25 s from the other node. Encode 0.5 s, decode 0.25 s.
     packed = Compression(
-        k=4, chunk=4, bits_per_kept=8.0, encode_s_per_element=1 / 512, decode_s_per_element=1 / 2048,
-        decode_s_per_kept=1 / 4096, averaged_bits_per_kept=8.0,
+        k=4, chunk=4, bits_per_coefficient=8.0, encode_s_per_element=1 / 512, decode_s_per_element=1 / 2048,
+        decode_s_per_coefficient=1 / 4096, averaged_bits_per_coefficient=8.0,
     )  # fmt: skip
-    packed = replace(packed, k=16)  # all 256: kept by two nodes, 512 additions are 0.125 s
+    packed = replace(packed, k=16)  # all 256: sent by two nodes, 512 additions are 0.125 s
     cluster = Cluster(2, LINKS)
-    assert choose_way(2, packed, 1024) == "gather"
+    assert choose_algorithm(2, packed, 1024) == "gather"
     assert sent_nbytes("gather", 2, packed, 1024) == 256
     # Overlapped: encoded at 2.5 and 4, there at 2.75 and 4.25; decoded and stepped at 4.5, then 5.0.
     assert simulate_flexdemo(cluster, load(), packed, horizon=SHORT).iteration_s == pytest.approx(5.0)
@@ -389,12 +393,12 @@ def test_ranks_of_a_node_share_the_work() -> None:
     assert four == pytest.approx(4.0)
 
 
-def test_the_way_between_nodes_follows_from_their_number() -> None:
-    packed = Compression(k=32, chunk=64, bits_per_kept=25.0)  # 1/164 of the bytes
-    ways = [choose_way(nodes, packed, 1 << 20) for nodes in (2, 64, 1024, 10_000)]
-    assert ways == ["gather", "gather", "split", "split"]
-    assert choose_way(2, Compression(k=4096, bits_per_kept=80.0), 1 << 20) == "dense"
-    assert choose_way(1, packed, 1 << 20) == "gather"
+def test_the_algorithm_between_nodes_follows_from_their_number() -> None:
+    packed = Compression(k=32, chunk=64, bits_per_coefficient=25.0)  # 1/164 of the bytes
+    algorithms = [choose_algorithm(nodes, packed, 1 << 20) for nodes in (2, 64, 1024, 10_000)]
+    assert algorithms == ["gather", "gather", "two_phase", "two_phase"]
+    assert choose_algorithm(2, Compression(k=4096, bits_per_coefficient=80.0), 1 << 20) == "dense"
+    assert choose_algorithm(1, packed, 1 << 20) == "gather"
 
 
 # What it means
@@ -429,7 +433,7 @@ def test_overlap_alone_gains_at_most_its_bound() -> None:
     gains = []
     for rate in (10.0, 20.0, 100 / 3, 40.0, 100.0, 1e5):
         cluster = Cluster(2, AlphaBeta(rate))
-        gains.append(explain(cluster, many, Everybody(2), horizon=SETTLED).overlap)
+        gains.append(explain_speedup(cluster, many, AllReduceSchedule(2), horizon=SETTLED).overlap)
     assert most_overlap_gains(many) == pytest.approx(4 / 3)
     # The first bucket of a hundred must be computed before anything can travel.
     assert max(gains) == pytest.approx(4 / 3 + 0.02 / 3)
@@ -439,7 +443,7 @@ def test_overlap_alone_gains_at_most_its_bound() -> None:
 def test_the_three_factors_multiply_to_the_speedup(updates: Updates) -> None:
     cluster, schedule = Cluster(8, AlphaBeta(700.0, 0.01)), one_peer_exponential(8)
     workload = load(sigma=0.15, straggler=Straggler(0.05, 1.0))
-    factors = explain(cluster, workload, schedule, updates=updates, horizon=SHORT)
+    factors = explain_speedup(cluster, workload, schedule, updates=updates, horizon=SHORT)
     speedup = (
         simulate_all_reduce(cluster, workload, SHORT).iteration_s
         / simulate_decentralized(cluster, workload, schedule, updates=updates, horizon=SHORT).iteration_s
@@ -448,12 +452,24 @@ def test_the_three_factors_multiply_to_the_speedup(updates: Updates) -> None:
     assert min(factors.overlap, factors.links) > 1
 
 
+def test_factors_compare_with_all_reduce_in_its_own_buckets() -> None:
+    cluster, schedule = Cluster(8, AlphaBeta(700.0, 0.01)), one_peer_exponential(8)
+    ours, ddp = (
+        plan_workload(4096, bucket_nbytes=size, forward_s=1.0, backward_s=2.0, sigma=0.15) for size in (512, 2048)
+    )
+    factors = explain_speedup(cluster, ours, schedule, all_reduce_workload=ddp, horizon=SHORT)
+    assert factors.speedup == pytest.approx(
+        simulate_all_reduce(cluster, ddp, SHORT).iteration_s
+        / simulate_decentralized(cluster, ours, schedule, horizon=SHORT).iteration_s
+    )
+
+
 def test_each_factor_is_one_where_its_cause_is_absent() -> None:
     endless = Cluster(8, AlphaBeta(math.inf))
-    factors = explain(endless, load(), one_peer_exponential(8), horizon=SHORT)
+    factors = explain_speedup(endless, load(), one_peer_exponential(8), horizon=SHORT)
     assert (factors.overlap, factors.links, factors.variation) == pytest.approx((1.0, 1.0, 1.0))
-    assert explain(endless, load(sigma=0.2), one_peer_exponential(8), horizon=SHORT).variation > 1.05
-    assert explain(Cluster(8, LINKS), load(), Everybody(8), horizon=SHORT).links == pytest.approx(1.0)
+    assert explain_speedup(endless, load(sigma=0.2), one_peer_exponential(8), horizon=SHORT).variation > 1.05
+    assert explain_speedup(Cluster(8, LINKS), load(), AllReduceSchedule(8), horizon=SHORT).links == pytest.approx(1.0)
 
 
 def test_break_even_is_where_both_take_the_same_time() -> None:
@@ -469,13 +485,11 @@ def test_break_even_is_where_both_take_the_same_time() -> None:
     assert found.faster_side == "below"
     assert flexdemo_s(found.bytes_per_s) == pytest.approx(all_reduce_s(found.bytes_per_s), rel=1e-3)  # 12 bisections
     assert flexdemo_s(found.bytes_per_s / 2) < all_reduce_s(found.bytes_per_s / 2)
-    assert find_break_even(lambda _: 1.0, lambda _: 2.0) is None
-    assert find_break_even(lambda _: 2.0, lambda _: 1.0) is None
-    gained = find_break_even(lambda _: 1.0, lambda rate: 1e6 / rate, gain=2.0)
-    assert gained is not None
-    assert gained.bytes_per_s == pytest.approx(5e5, rel=1e-3)
-    above = find_break_even(lambda rate: 1e6 / rate, lambda _: 1.0)
-    assert above is not None
+    assert find_break_evens(lambda _: 1.0, lambda _: 2.0) == ()
+    assert find_break_evens(lambda _: 2.0, lambda _: 1.0) == ()
+    (twice_as_fast,) = find_break_evens(lambda _: 1.0, lambda rate: 1e6 / rate, speedup=2.0)
+    assert twice_as_fast.bytes_per_s == pytest.approx(5e5, rel=1e-3)
+    (above,) = find_break_evens(lambda rate: 1e6 / rate, lambda _: 1.0)
     assert above.faster_side == "above"
     band = find_break_evens(lambda rate: abs(math.log10(rate) - 8), lambda _: 1.0)
     assert [one.faster_side for one in band] == ["above", "below"]

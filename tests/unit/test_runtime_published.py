@@ -1,31 +1,38 @@
-"""What the model says of the published figures: what is fitted comes out as it was put in, the rest as it may."""
+"""The runtime model against published figures: fitted ones are reproduced, predicted ones are close."""
 
 from __future__ import annotations
 
 import pytest
 
-from flexdemo.runtime import Cluster, Everybody, Horizon, ModelError, simulate_all_reduce, simulate_decentralized
-from flexdemo.runtime.published import (
+from flexdemo.runtime import (
+    AllReduceSchedule,
+    Cluster,
+    Horizon,
+    ModelError,
+    simulate_all_reduce,
+    simulate_decentralized,
+)
+from tests.slow import slow_but
+from tests.unit.published_figures import (
     PUBLISHED,
     Alternating,
     Exponential,
-    Row,
+    PublishedRow,
     WorkerLinks,
     find_winners,
+    plan_published_workload,
     predict_row,
-    split_compute,
 )
-from tests.slow import slow_but
 
 LAST = Horizon(iterations=420, warmup=20)
 
 
-def label(row: Row) -> str:
+def label(row: PublishedRow) -> str:
     return f"{row.cluster} {row.gpus}"
 
 
 @pytest.mark.parametrize("row", slow_but((row for row in PUBLISHED if row.gpus == 32), PUBLISHED), ids=label)
-def test_the_model_names_the_published_winner(row: Row) -> None:
+def test_the_model_names_the_published_winner(row: PublishedRow) -> None:
     predicted = predict_row(row).predicted_ms
     assert predicted["all-reduce"] == pytest.approx(row.all_reduce_ms, rel=1e-3)  # bisection
     fastest = min(predicted, key=lambda method: predicted[method])
@@ -34,7 +41,7 @@ def test_the_model_names_the_published_winner(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in PUBLISHED if "A40" in row.cluster and row.gpus > 8], ids=label)
-def test_what_is_predicted_on_slow_ethernet_is_within_five_percent(row: Row) -> None:
+def test_what_is_predicted_on_slow_ethernet_is_within_five_percent(row: PublishedRow) -> None:
     prediction = predict_row(row)
     assert prediction.fitted == "T"
     assert prediction.predicted_ms["alternating"] == pytest.approx(row.alternating_ms, rel=0.05)
@@ -49,8 +56,8 @@ def test_stragglers_cost_all_reduce_most(
 ) -> None:
     """32 workers, C = 100 ms, T = 60 ms among all and 50 ms between two nodes."""
     cluster = Cluster(32, WorkerLinks(all_s=0.06, slow_s=0.05, fast_s=0.0, crossing_pairs_s=0.0))
-    workload = split_compute(100.0, sigma)
-    complete = simulate_decentralized(cluster, workload, Everybody(32), horizon=LAST)
+    workload = plan_published_workload(100.0, sigma)
+    complete = simulate_decentralized(cluster, workload, AllReduceSchedule(32), horizon=LAST)
     alternating = simulate_decentralized(cluster, workload, Alternating(32, 4), horizon=LAST)
     assert 1e3 * simulate_all_reduce(cluster, workload, LAST).iteration_s == pytest.approx(all_reduce_ms, rel=0.03)
     assert 1e3 * complete.iteration_s == pytest.approx(complete_ms, rel=0.03)
@@ -92,7 +99,9 @@ def test_methods_within_one_percent_are_a_tie() -> None:
 
 def test_what_the_paper_does_not_have_is_an_error() -> None:
     with pytest.raises(ModelError, match="needed a power of two"):
-        simulate_decentralized(Cluster(12, WorkerLinks(0, 0, 0, 0)), split_compute(1.0, 0.0), Alternating(12, 4))
+        simulate_decentralized(
+            Cluster(12, WorkerLinks(0, 0, 0, 0)), plan_published_workload(1.0, 0.0), Alternating(12, 4)
+        )
     with pytest.raises(ModelError, match="needed one of all-reduce, two nodes"):
         WorkerLinks(0, 0, 0, 0).tau("gather", 2, 1)
     lonely = PUBLISHED[-1]

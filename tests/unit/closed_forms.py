@@ -1,34 +1,23 @@
-"""What the recursions come to in simple cases, as formulas; docs/runtime-model.md says where they hold."""
+"""Closed forms of the runtime model in simple cases; docs/runtime-model.md says where they hold."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from flexdemo.runtime.errors import check_at_least
-
 if TYPE_CHECKING:
-    from flexdemo.runtime.workload import Cluster, Workload
-
-__all__ = [
-    "all_reduce_seconds",
-    "alternating_lower_bound",
-    "decentralized_seconds",
-    "expected_wait",
-    "most_overlap_gains",
-]
+    from flexdemo.runtime import Cluster, Workload
 
 
 def expected_wait(sigma: float, compute_s: float, n: int) -> float:
-    """Return how much longer than average the slowest of ``n`` takes: about ``sigma * C * sqrt(2 ln n)``."""
-    check_at_least("n", n, 1)
+    """Return about how much longer than average the slowest of ``n`` takes: ``sigma * C * sqrt(2 ln n)``."""
     return sigma * compute_s * math.sqrt(2 * math.log(n))
 
 
 def all_reduce_seconds(cluster: Cluster, workload: Workload) -> float:
-    """Return about what an iteration of All-Reduce takes: ``F + max(B, T) + tau_last + o`` and the wait.
+    """Return about the time of an iteration of All-Reduce: ``F + max(B, T) + tau_last + o`` and the wait.
 
-    T is the time of all exchanges but the last, which nothing hides.
+    T is the time of all exchanges but the last, which overlaps with nothing.
     """
     tau_s = [cluster.links.tau("all-reduce", cluster.nodes, nbytes) for nbytes in workload.bucket_nbytes]
     compute_s = workload.forward_s + sum(workload.backward_s)
@@ -38,12 +27,12 @@ def all_reduce_seconds(cluster: Cluster, workload: Workload) -> float:
 
 
 def decentralized_seconds(compute_s: float, exchange_s: float) -> float:
-    """Return what an iteration takes when all phases cost the same: ``max(C, T)``. Only what exceeds C is seen."""
+    """Return the time of an iteration when all phases take the same time: ``max(C, T)``."""
     return max(compute_s, exchange_s)
 
 
 def alternating_lower_bound(workload: Workload, slow_s: float, fast_s: float) -> float:
-    """Return the least an iteration can take when slow and fast phases alternate, as in AER.
+    """Return a lower bound of an iteration in which slow and fast phases alternate, as in AER.
 
     Two iterations hold one slow exchange and, after it, the fast one or the work before the next launch. Nodes whose
     slow partner changes wait for each other on top of that.
@@ -53,6 +42,6 @@ def alternating_lower_bound(workload: Workload, slow_s: float, fast_s: float) ->
 
 
 def most_overlap_gains(workload: Workload) -> float:
-    """Return the most that overlap alone can gain, for many small buckets: ``1 + (F + o) / C``, reached at T = C."""
+    """Return the largest speedup by overlap alone, for many small buckets: ``1 + (F + o) / C``, reached at T = C."""
     hidden_s = workload.forward_s + sum(workload.optimizer_s)
     return 1 + hidden_s / workload.compute_s

@@ -1,12 +1,12 @@
-"""The published milliseconds per iteration of three clusters, beside what this model says of them.
+"""Published milliseconds per iteration of three clusters, and the runtime model's prediction of them.
 
 Figure 6 of arXiv 2410.11998: Transformer-base, 65 M parameters in fp32, 25,000 tokens in a global batch. Of every row
-one figure is fitted to the All-Reduce bar; what the decentralized methods take is computed from it. What is published,
-what is a guess and what does not come out is in docs/runtime-model.md.
+one figure is fitted to the All-Reduce bar, and the times of the decentralized methods are computed from it.
+docs/runtime-model.md lists the inputs that are guessed and the bars that are not reproduced.
 
-Workers here are GPUs, not nodes: the paper's methods know GPUs only. AER pairs nodes (a, a XOR 2^r): of a round's two
-phases a pair spends one averaging jointly over the network, the other inside its nodes, and of two pairs that follow
-each other one does first what the other does second.
+Workers here are GPUs, not nodes, as in the paper's schedules. AER pairs nodes (a, a XOR 2^r). A round has two phases:
+in one of them a pair averages over the network, in the other inside its nodes. Even pairs begin inside, odd ones over
+the network.
 """
 
 from __future__ import annotations
@@ -15,26 +15,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from flexdemo.runtime.errors import ModelError
-from flexdemo.runtime.recursion import Horizon, simulate_all_reduce, simulate_decentralized
-from flexdemo.runtime.workload import Cluster, Workload, plan_workload
+from flexdemo.runtime import (
+    Cluster,
+    Horizon,
+    ModelError,
+    Workload,
+    plan_workload,
+    simulate_all_reduce,
+    simulate_decentralized,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from flexdemo.runtime.schedules import Edge, Schedule
-
-__all__ = [
-    "PUBLISHED",
-    "Alternating",
-    "Exponential",
-    "Prediction",
-    "Row",
-    "WorkerLinks",
-    "find_winners",
-    "predict_row",
-    "split_compute",
-]
+    from flexdemo.runtime import Schedule
+    from flexdemo.runtime.schedules import Edge
 
 MODEL_NBYTES = 260_000_000
 _BUCKET_NBYTES = 26_000_000
@@ -49,13 +44,12 @@ Method = Literal["all-reduce", "exponential", "alternating"]
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One size of a cluster: published milliseconds, and the inputs that the model needs beside them.
 
-    ``compute_ms`` is C. ``two_node_gpus`` names the size at which a cluster has two nodes: there All-Reduce *is* the
-    joint averaging of two nodes, so its fitted time is AER's slow exchange. ``fast_ms``, the averaging of the whole
-    model inside a node, is a guess. Where ``line_rate_gb_per_s`` is given, all exchanges follow from it, and the
-    variation is fitted to the bar instead.
+    ``compute_ms`` is C. ``fast_ms``, the time to average the whole model inside a node, is a guess. Where
+    ``line_rate_gb_per_s`` is given, the times of all exchanges follow from it, and sigma is fitted to the bar. Else T
+    is fitted; with two nodes All-Reduce is the averaging of two nodes, so that row's T is AER's slow exchange.
     """
 
     cluster: str
@@ -78,15 +72,15 @@ class Row:
 
 
 PUBLISHED = (
-    Row("8xT4, 100 Gb/s InfiniBand", 16, 8, 372.5, 314.8, 312.3, 306.0, 30.0, 10.5),
-    Row("8xT4, 100 Gb/s InfiniBand", 32, 8, 225.5, 178.8, 178.8, 172.0, 30.0, 10.5),
-    Row("8xT4, 100 Gb/s InfiniBand", 64, 8, 167.3, 123.1, 122.2, 116.0, 30.0, 10.5),
-    Row("4xA100, 100 Gb/s InfiniBand", 8, 4, 73.0, 63.4, 61.7, 60.0, 10.0),
-    Row("4xA100, 100 Gb/s InfiniBand", 16, 4, 54.8, 46.8, 45.8, 44.5, 10.0),
-    Row("4xA100, 100 Gb/s InfiniBand", 32, 4, 51.5, 44.7, 43.7, 42.5, 10.0),
-    Row("4xA40, 25 Gb/s Ethernet", 8, 4, 166.1, 122.8, 122.0, 119.0, 30.0),
-    Row("4xA40, 25 Gb/s Ethernet", 16, 4, 195.5, 97.4, 78.9, 66.0, 30.0),
-    Row("4xA40, 25 Gb/s Ethernet", 32, 4, 188.5, 110.8, 67.9, 42.0, 30.0),
+    PublishedRow("8xT4, 100 Gb/s InfiniBand", 16, 8, 372.5, 314.8, 312.3, 306.0, 30.0, 10.5),
+    PublishedRow("8xT4, 100 Gb/s InfiniBand", 32, 8, 225.5, 178.8, 178.8, 172.0, 30.0, 10.5),
+    PublishedRow("8xT4, 100 Gb/s InfiniBand", 64, 8, 167.3, 123.1, 122.2, 116.0, 30.0, 10.5),
+    PublishedRow("4xA100, 100 Gb/s InfiniBand", 8, 4, 73.0, 63.4, 61.7, 60.0, 10.0),
+    PublishedRow("4xA100, 100 Gb/s InfiniBand", 16, 4, 54.8, 46.8, 45.8, 44.5, 10.0),
+    PublishedRow("4xA100, 100 Gb/s InfiniBand", 32, 4, 51.5, 44.7, 43.7, 42.5, 10.0),
+    PublishedRow("4xA40, 25 Gb/s Ethernet", 8, 4, 166.1, 122.8, 122.0, 119.0, 30.0),
+    PublishedRow("4xA40, 25 Gb/s Ethernet", 16, 4, 195.5, 97.4, 78.9, 66.0, 30.0),
+    PublishedRow("4xA40, 25 Gb/s Ethernet", 32, 4, 188.5, 110.8, 67.9, 42.0, 30.0),
 )
 
 
@@ -136,12 +130,12 @@ class Alternating:
         return 2 * _log2(self.nodes // self.per_node)
 
     def phase(self, step: int) -> _Phase:
-        turn, second = divmod(step % self.period, 2)
+        number, second = divmod(step % self.period, 2)
         hosts = self.nodes // self.per_node
-        pairs = [(a, a ^ 1 << turn) for a in range(hosts) if a < a ^ 1 << turn]
+        pairs = [(a, a ^ 1 << number) for a in range(hosts) if a < a ^ 1 << number]
         groups: list[_Group] = []
-        for number, pair in enumerate(pairs):
-            if number % 2 == second:
+        for place, pair in enumerate(pairs):
+            if place % 2 == second:
                 groups += [_Group(self._workers(host), "one node") for host in pair]
             else:
                 groups.append(_Group(self._workers(pair[0]) + self._workers(pair[1]), "two nodes"))
@@ -174,7 +168,7 @@ def _log2(number: int) -> int:
     return number.bit_length() - 1
 
 
-def split_compute(compute_ms: float, sigma: float) -> Workload:
+def plan_published_workload(compute_ms: float, sigma: float) -> Workload:
     """Return the paper's model with that compute time, in ten buckets."""
     forward_s, backward_s, optimizer_s = (share * compute_ms / 1e3 for share in _SHARES)
     return plan_workload(
@@ -188,10 +182,10 @@ def split_compute(compute_ms: float, sigma: float) -> Workload:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RowPrediction:
     """What the model says of a row. ``fitted`` names the figure that was fitted to the All-Reduce bar."""
 
-    row: Row
+    row: PublishedRow
     fitted: Literal["T", "sigma"]
     all_s: float
     slow_s: float
@@ -220,20 +214,20 @@ class Prediction:
         }
 
     def _decentralized_ms(self, schedule: Schedule) -> float:
-        load = split_compute(self.row.compute_ms, self.sigma)
+        load = plan_published_workload(self.row.compute_ms, self.sigma)
         cluster = Cluster(self.row.gpus, self.links)
         return 1e3 * simulate_decentralized(cluster, load, schedule, horizon=_HORIZON).iteration_s
 
 
-def predict_row(row: Row, rows: tuple[Row, ...] = PUBLISHED) -> Prediction:
+def predict_row(row: PublishedRow, rows: tuple[PublishedRow, ...] = PUBLISHED) -> RowPrediction:
     """Return the model's figures for ``row``; the row of the same cluster with two nodes tells its slow exchange."""
     if row.line_rate_gb_per_s is not None:
         all_s, slow_s = (_ring_s(gpus, row.line_rate_gb_per_s) for gpus in (row.gpus, 2 * row.gpus_per_node))
-        return Prediction(row, "sigma", all_s, slow_s, _fit_sigma(row, all_s))
+        return RowPrediction(row, "sigma", all_s, slow_s, _fit_sigma(row, all_s))
     pair = next((one for one in rows if one.cluster == row.cluster and one.gpus == 2 * one.gpus_per_node), None)
     if pair is None:
         raise ModelError(f"no row of {row.cluster} has two nodes, needed one: it tells what two nodes take.")
-    return Prediction(row, "T", _fit_all_reduce_s(row), _fit_all_reduce_s(pair), _SIGMA)
+    return RowPrediction(row, "T", _fit_all_reduce_s(row), _fit_all_reduce_s(pair), _SIGMA)
 
 
 def find_winners(milliseconds: Mapping[Method, float]) -> frozenset[Method]:
@@ -246,18 +240,18 @@ def _ring_s(gpus: int, gb_per_s: float) -> float:
     return 2 * (gpus - 1) / gpus * MODEL_NBYTES / (gb_per_s * 1e9)
 
 
-def _all_reduce_ms(row: Row, links: WorkerLinks, sigma: float) -> float:
-    load = split_compute(row.compute_ms, sigma)
+def _all_reduce_ms(row: PublishedRow, links: WorkerLinks, sigma: float) -> float:
+    load = plan_published_workload(row.compute_ms, sigma)
     return 1e3 * simulate_all_reduce(Cluster(row.gpus, links), load, _HORIZON).iteration_s
 
 
-def _fit_all_reduce_s(row: Row) -> float:
+def _fit_all_reduce_s(row: PublishedRow) -> float:
     """Return the T of the whole model at which the simulated All-Reduce takes as long as the published one."""
     base = WorkerLinks(0.0, 0.0, 0.0, 0.0)
     return _solve(lambda all_s: _all_reduce_ms(row, replace(base, all_s=all_s), _SIGMA), row.all_reduce_ms, 1.0)
 
 
-def _fit_sigma(row: Row, all_s: float) -> float:
+def _fit_sigma(row: PublishedRow, all_s: float) -> float:
     links = WorkerLinks(all_s, 0.0, 0.0, 0.0)
     return _solve(lambda sigma: _all_reduce_ms(row, links, sigma), row.all_reduce_ms, 0.5)
 

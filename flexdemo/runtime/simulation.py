@@ -1,0 +1,363 @@
+"""The simulations: when each node finishes each bucket of each iteration, by each method.
+
+They follow from where training starts an exchange and where it waits for it; docs/runtime-model.md writes them as
+formulas. Times are seconds since the start of training.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from flexdemo.runtime.errors import ModelError, check_at_least, check_between
+from flexdemo.runtime.links import crossings
+from flexdemo.runtime.schedules import plan_phase
+from flexdemo.runtime.workload import intra_legs_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from flexdemo.runtime.schedules import PhasePlan, Schedule
+    from flexdemo.runtime.workload import Cluster, Workload
+
+__all__ = [
+    "HORIZON",
+    "Algorithm",
+    "Compression",
+    "Horizon",
+    "Timing",
+    "Updates",
+    "choose_algorithm",
+    "sent_nbytes",
+    "simulate_all_reduce",
+    "simulate_decentralized",
+    "simulate_flexdemo",
+]
+
+Updates = Literal["backward", "step"]
+Algorithm = Literal["gather", "two_phase", "dense"]
+"""Inter-node algorithms of a compressed bucket. ``two_phase`` is a reduce-scatter and an all-gather of payloads."""
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """Length of a simulation: its iterations, how many of the first do not count, and the seed of all draws."""
+
+    iterations: int = 120
+    warmup: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least("warmup", self.warmup, 0)
+        check_at_least("iterations", self.iterations, self.warmup + 1)
+
+
+HORIZON = Horizon()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Result of a simulation: ``finished_s[t]`` is when the last node finishes iteration t."""
+
+    finished_s: tuple[float, ...]
+    warmup: int
+    period: int = 1
+
+    @property
+    def iteration_s(self) -> float:
+        """The mean seconds per iteration after warm-up, over as many whole periods of the schedule as fit."""
+        count = len(self.finished_s) - self.warmup
+        count = count // self.period * self.period or count
+        begin = len(self.finished_s) - count
+        began_s = self.finished_s[begin - 1] if begin else 0.0
+        return (self.finished_s[-1] - began_s) / count
+
+
+def simulate_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon = HORIZON) -> Timing:
+    """Simulate data parallelism as in DDP: each bucket is all-reduced while the backward pass goes on.
+
+    Args:
+        cluster: nodes and links.
+        workload: buckets and compute times.
+        horizon: how many iterations are simulated.
+
+    Raises:
+        ModelError: ``workload.slowness`` does not have one factor for each node.
+
+    Example::
+
+        workload = plan_workload(4 * 124_000_000, bucket_nbytes=25 << 20, forward_s=0.15, backward_s=0.3)
+        simulate_all_reduce(Cluster(8, AlphaBeta(bytes_per_s=125e6)), workload).iteration_s
+
+    """
+    tau_s = [_all_reduce_s(cluster, workload, size) for size in workload.bucket_nbytes]
+    computed_s = workload.forward_s + np.cumsum(workload.backward_s)
+    # All-reduces queue: an iteration ends when, after the last bucket that was waited for, all later ones are done.
+    remaining_s = np.cumsum(tau_s[::-1])[::-1]
+    # All nodes wait for the slowest, whose factor applies to each of its buckets.
+    slowest = [workload.draw(cluster.nodes, iteration, horizon.seed).max() for iteration in range(horizon.iterations)]
+    lengths_s = np.max(np.outer(slowest, computed_s) + remaining_s, axis=1) + sum(workload.optimizer_s)
+    return Timing(tuple(np.cumsum(lengths_s).tolist()), horizon.warmup)
+
+
+def _all_reduce_s(cluster: Cluster, workload: Workload, nbytes: int) -> float:
+    inter_s = cluster.links.tau("all-reduce", cluster.nodes, nbytes) if cluster.nodes > 1 else 0.0
+    return intra_legs_s(cluster, workload, nbytes) + inter_s
+
+
+def simulate_decentralized(
+    cluster: Cluster,
+    workload: Workload,
+    schedule: Schedule,
+    *,
+    updates: Updates = "backward",
+    horizon: Horizon = HORIZON,
+) -> Timing:
+    """Simulate decentralized training, in which an exchange has a whole iteration to arrive.
+
+    For each bucket a node waits for the exchange that it started an iteration ago, mixes, steps, and starts the next.
+
+    Args:
+        cluster: nodes and links.
+        workload: buckets and compute times.
+        schedule: one of ``flexcomm.gossip`` for as many nodes.
+        updates: "backward" steps as the backward pass completes a bucket, "step" on all buckets after it.
+        horizon: how many iterations are simulated.
+
+    Raises:
+        ModelError: the schedule is for another number of nodes, or ``updates`` is unknown.
+
+    Example::
+
+        cluster = Cluster(8, AlphaBeta(bytes_per_s=125e6))
+        workload = plan_workload(4 * 124_000_000, bucket_nbytes=16 << 20, forward_s=0.15, backward_s=0.3)
+        simulate_decentralized(cluster, workload, flexcomm.gossip.ring(8)).iteration_s
+
+    """
+    if schedule.nodes != cluster.nodes:
+        raise ModelError(f"got a schedule for {schedule.nodes} nodes, needed one for the cluster's {cluster.nodes}.")
+    if updates not in get_args(Updates):
+        raise ModelError(f"got updates={updates!r}, needed one of {', '.join(get_args(Updates))}.")
+    state = _NodeTimes(cluster.nodes, len(workload.bucket_nbytes))
+    backward_s = workload.backward_s
+    before_s = 0.0
+    if updates == "step":
+        before_s, backward_s = sum(backward_s), (0.0,) * len(backward_s)
+    finished = []
+    for iteration, plan in enumerate(_plan_phases(cluster, workload, schedule, horizon.iterations)):
+        factors = workload.draw(cluster.nodes, iteration, horizon.seed)
+        state.ready_s = state.ready_s + factors * (workload.forward_s + before_s)
+        for bucket, (compute_s, step_s) in enumerate(zip(backward_s, workload.optimizer_s, strict=True)):
+            arrived_s = state.exchanged_s[bucket]
+            state.ready_s = np.maximum(state.ready_s + factors * compute_s, arrived_s) + step_s
+            state.start_exchange(plan, bucket)
+        finished.append(float(state.ready_s.max()))
+    return Timing(tuple(finished), horizon.warmup, schedule.period or 1)
+
+
+def _plan_phases(cluster: Cluster, workload: Workload, schedule: Schedule, iterations: int) -> Iterator[PhasePlan]:
+    """Yield the plan of every iteration; phases that repeat are planned once."""
+    known: dict[int, PhasePlan] = {}
+    for iteration in range(iterations):
+        if schedule.period is None:
+            yield plan_phase(schedule.phase(iteration), cluster, workload)
+            continue
+        place = iteration % schedule.period
+        if place not in known:
+            known[place] = plan_phase(schedule.phase(place), cluster, workload)
+        yield known[place]
+
+
+class _NodeTimes:
+    """Times at which each node ends its work (u_i), its last exchange (q_i), and that of each bucket (fin_{i,b})."""
+
+    def __init__(self, nodes: int, buckets: int) -> None:
+        self.ready_s: NDArray[np.float64] = np.zeros(nodes)
+        self.link_free_s: NDArray[np.float64] = np.zeros(nodes)
+        self.exchanged_s: NDArray[np.float64] = np.full((buckets, nodes), -math.inf)
+
+    def start_exchange(self, plan: PhasePlan, bucket: int) -> None:
+        """Exchange ``bucket`` as soon as the nodes are ready and their earlier exchanges are done."""
+        free_s = np.maximum(self.ready_s, self.link_free_s)
+        end_s = np.full_like(free_s, -math.inf)
+        for members, seconds in zip(plan.groups, plan.group_s[bucket], strict=True):
+            end_s[members] = free_s[members].max(axis=1, keepdims=True) + seconds
+        if plan.edge_nodes.size:
+            # A node that is in a group, too, finishes that first.
+            start_s = free_s = np.maximum(free_s, end_s)
+            start_s = start_s.copy()
+            np.maximum.at(start_s, plan.targets, free_s[plan.sources])
+            end_s[plan.edge_nodes] = start_s[plan.edge_nodes] + plan.edge_s[bucket]
+        if plan.idle_s[bucket] > 0:
+            end_s[plan.idle] = free_s[plan.idle] + plan.idle_s[bucket]
+        self.exchanged_s[bucket] = end_s
+        self.link_free_s = np.maximum(self.link_free_s, end_s)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Sizes and costs of ``flexcomm.demo(k, chunk)``. Every node sends ``k`` of each ``chunk * chunk`` coefficients.
+
+    Args:
+        k: coefficients sent of each chunk.
+        chunk: side of a chunk.
+        bits_per_coefficient: bits of a sent coefficient, with its index and its share of the headers.
+        encode_s_per_element: seconds to encode, per element of a rank's shard.
+        decode_s_per_element: seconds to decode, per element of a rank's shard.
+        decode_s_per_coefficient: seconds to decode, per coefficient received from any node.
+        averaged_bits_per_coefficient: bits of an averaged coefficient in the second phase of ``two_phase``.
+        element_nbytes: bytes of an element of the model.
+
+    Raises:
+        ModelError: k is not between 1 and ``chunk * chunk``, a cost is negative, or a size is below 1.
+
+    """
+
+    k: int = 32
+    chunk: int = 64
+    bits_per_coefficient: float = 25.0
+    encode_s_per_element: float = 0.0
+    decode_s_per_element: float = 0.0
+    decode_s_per_coefficient: float = 0.0
+    averaged_bits_per_coefficient: float = 41.0
+    element_nbytes: int = 4
+
+    def __post_init__(self) -> None:
+        check_between("k", self.k, 1, self.chunk * self.chunk)
+        for name in ("encode_s_per_element", "decode_s_per_element", "decode_s_per_coefficient"):
+            check_at_least(name, getattr(self, name), 0.0)
+        for name in ("bits_per_coefficient", "averaged_bits_per_coefficient", "element_nbytes"):
+            check_at_least(name, getattr(self, name), 1)
+
+    def coefficients(self, nbytes: float) -> float:
+        """Return the number of coefficients that a node sends of a bucket of ``nbytes``."""
+        return nbytes / self.element_nbytes * self.k / self.chunk**2
+
+    def payload_nbytes(self, nbytes: float) -> float:
+        """Return the bytes of a node's payload for a bucket of ``nbytes``."""
+        return self.coefficients(nbytes) * self.bits_per_coefficient / 8
+
+    def averages_nbytes(self, nbytes: float, nodes: int) -> float:
+        """Return the bytes of all averaged coefficients; nodes rarely select the same ones."""
+        return min(nodes * self.coefficients(nbytes) * self.averaged_bits_per_coefficient / 8, nbytes)
+
+
+def choose_algorithm(nodes: int, compression: Compression, nbytes: float) -> Algorithm:
+    """Return the inter-node algorithm in which a node sends the fewest bytes, as flexcomm's ``auto`` does.
+
+    The bytes of ``gather`` grow with the number of nodes; among many, ``two_phase`` or ``dense`` sends less.
+
+    Args:
+        nodes: number of nodes.
+        compression: sizes of the payloads.
+        nbytes: bytes of the bucket on a node.
+
+    """
+    sent: dict[Algorithm, float] = {one: sent_nbytes(one, nodes, compression, nbytes) for one in get_args(Algorithm)}
+    return min(sent, key=lambda algorithm: sent[algorithm])
+
+
+def sent_nbytes(algorithm: Algorithm, nodes: int, compression: Compression, nbytes: float) -> float:
+    """Return the bytes that a node sends to other nodes for one bucket.
+
+    Args:
+        algorithm: the inter-node algorithm.
+        nodes: number of nodes.
+        compression: sizes of the payloads.
+        nbytes: bytes of the bucket on a node.
+
+    """
+    if algorithm == "dense":
+        return crossings("all-reduce", nodes) * nbytes
+    payload = compression.payload_nbytes(nbytes)
+    if algorithm == "gather":
+        return crossings("gather", nodes) * payload
+    return crossings("gather", nodes) / nodes * (payload + compression.averages_nbytes(nbytes, nodes))
+
+
+def simulate_flexdemo(
+    cluster: Cluster,
+    workload: Workload,
+    compression: Compression,
+    *,
+    overlap: bool = True,
+    horizon: Horizon = HORIZON,
+) -> Timing:
+    """Simulate FlexDeMo: encode, exchange payloads among all nodes, decode.
+
+    All nodes wait for all others, as in All-Reduce. Buckets are decoded after the backward pass, in the order in which
+    they arrive. The ranks of a node share encoding and decoding evenly.
+
+    Args:
+        cluster: nodes and links.
+        workload: buckets and compute times.
+        compression: sizes of payloads, and costs of encoding and decoding.
+        overlap: encode a bucket as soon as its gradients are there, and exchange it during the backward pass. If
+            False, all buckets are encoded after the backward pass, each exchanged while the next is encoded.
+        horizon: how many iterations are simulated.
+
+    Raises:
+        ModelError: ``workload.slowness`` does not have one factor for each node.
+
+    Example::
+
+        cluster = Cluster(8, AlphaBeta(bytes_per_s=125e6))
+        workload = plan_workload(4 * 124_000_000, bucket_nbytes=16 << 20, forward_s=0.15, backward_s=0.3)
+        simulate_flexdemo(cluster, workload, Compression(k=32, encode_s_per_element=3e-9)).iteration_s
+
+    """
+    buckets = [_plan_bucket(cluster, workload, compression, nbytes) for nbytes in workload.bucket_nbytes]
+    ready_s, finished = np.zeros(cluster.nodes), []
+    for iteration in range(horizon.iterations):
+        factors = workload.draw(cluster.nodes, iteration, horizon.seed)
+        now_s = ready_s + factors * (workload.forward_s + (0.0 if overlap else sum(workload.backward_s)))
+        end_s, arrived_s = 0.0, []
+        for bucket, backward_s in zip(buckets, workload.backward_s, strict=True):
+            now_s = now_s + factors * (backward_s if overlap else 0.0) + bucket.encode_s
+            end_s = max(float(now_s.max()), end_s) + bucket.exchange_s
+            arrived_s.append(end_s)
+        for bucket, at_s, step_s in zip(buckets, arrived_s, workload.optimizer_s, strict=True):
+            now_s = np.maximum(now_s, at_s) + bucket.decode_s + step_s
+        ready_s = now_s
+        finished.append(float(ready_s.max()))
+    return Timing(tuple(finished), horizon.warmup)
+
+
+class _BucketTimes(NamedTuple):
+    encode_s: float
+    exchange_s: float
+    decode_s: float
+
+
+def _plan_bucket(cluster: Cluster, workload: Workload, compression: Compression, nbytes: int) -> _BucketTimes:
+    nodes, ranks = cluster.nodes, cluster.ranks_per_node
+    algorithm = choose_algorithm(nodes, compression, nbytes)
+    exchange_s = _exchange_s(cluster, compression, algorithm, nbytes) + intra_legs_s(cluster, workload, nbytes)
+    if algorithm == "dense":
+        return _BucketTimes(0.0, exchange_s, 0.0)
+    elements, sent = nbytes / compression.element_nbytes / ranks, compression.coefficients(nbytes) / ranks
+    # In two_phase a node adds up its share of all payloads, as many coefficients as it sent, then reads all averages.
+    received = nodes * sent if algorithm == "gather" else sent + min(nodes * sent, elements)
+    return _BucketTimes(
+        encode_s=elements * compression.encode_s_per_element,
+        exchange_s=exchange_s,
+        decode_s=elements * compression.decode_s_per_element + received * compression.decode_s_per_coefficient,
+    )
+
+
+def _exchange_s(cluster: Cluster, compression: Compression, algorithm: Algorithm, nbytes: int) -> float:
+    nodes, tau = cluster.nodes, cluster.links.tau
+    if nodes == 1:
+        return 0.0
+    if algorithm == "dense":
+        return tau("all-reduce", nodes, nbytes)
+    payload = compression.payload_nbytes(nbytes)
+    if algorithm == "gather":
+        return tau("gather", nodes, payload)
+    averages = compression.averages_nbytes(nbytes, nodes)
+    return tau("gather", nodes, payload / nodes) + tau("gather", nodes, averages / nodes)
