@@ -71,6 +71,8 @@ class Row:
     inter_s: float
     decode_s: float
     wrong: int | None
+    nodes: int
+    ranks_per_node: int
 
 
 def measure(method: Method, case: Case, world: World, link: Link | None) -> Row:
@@ -164,6 +166,8 @@ def summarise(
         inter_s=inter_s,
         decode_s=median(fields["decode_s"].amax(dim=0).tolist()),
         wrong=wrong,
+        nodes=place.nodes,
+        ranks_per_node=place.local_size,
     )
 
 

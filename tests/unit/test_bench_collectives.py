@@ -55,6 +55,8 @@ ROW = Row(
     inter_s=0.005,
     decode_s=0.00061,
     wrong=0,
+    nodes=4,
+    ranks_per_node=1,
 )
 BASELINE = replace(ROW, compressor="all-reduce fp32", algorithm="all-reduce", link_share=0.5, payload_nbytes=2e6)
 
@@ -259,6 +261,7 @@ def test_a_row_takes_the_slowest_rank_of_each_iteration_and_the_median_of_those(
     row = summarise(gathered, "x", "gather", case, places(2, 1)[0], Link(1.6e6, "told"), wrong=7)
     assert (row.time_min_s, row.time_median_s, row.time_p99_s) == (0.030, 0.030, 0.050)
     assert (row.encode_s, row.intra_s, row.decode_s, row.wrong) == (0.010, 0.002, 0.005, 7)
+    assert (row.nodes, row.ranks_per_node) == (2, 1)
     # The last rank has encoded after 10 ms, the last has everything after 25.
     assert row.inter_s == pytest.approx(0.015)
     assert (row.wire_nbytes, row.payload_nbytes, row.bits_per_kept) == (2000, 600, 30)
