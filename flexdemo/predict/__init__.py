@@ -1,4 +1,5 @@
-"""``flexdemo predict``: what an iteration would take by each method, on links that were measured or are supposed.
+"""``flexdemo predict``: seconds per iteration by each method, on measured or assumed links.
 
-``calibrate`` measures a cluster and writes a file; everything else reads it, or plain figures, and computes.
+``command`` is the command line. ``measure`` measures a cluster and writes a calibration file; ``scenario``, ``methods``
+and ``prediction`` compute from that file, or from numbers on the command line; ``report`` prints the result.
 """

@@ -1,28 +1,38 @@
-"""``flexdemo predict``: options in, a table out."""
+"""``flexdemo predict``: the command line, from options to a table."""
 
 # No `from __future__ import annotations`: typer reads the options' types when it runs.
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flexdemo.predict.arguments import parse_bits_per_s, parse_count, parse_straggler
-from flexdemo.predict.calibration import Calibration, read_calibration
-from flexdemo.predict.collectives import read_collectives
-from flexdemo.predict.contestants import SCHEDULES, Contestant
+from flexcomm.sync import BUCKET_BYTES
+from flexdemo.predict.calibration import Calibration, read_calibration, read_collectives
 from flexdemo.predict.errors import PredictError
-from flexdemo.predict.plot import check_plot_possible, draw_plot
-from flexdemo.predict.prediction import Curve, Scene, predict_over_bandwidth, predict_over_nodes, predict_rows
-from flexdemo.predict.recommendation import recommend
-from flexdemo.predict.report import write_report
-from flexdemo.predict.request import Request, describe_scene, given_compute, plan_contestants, plan_scene
-from flexdemo.predict.tables import write_table
+from flexdemo.predict.methods import SCHEDULES, plan_methods
+from flexdemo.predict.prediction import predict_methods, predict_over_bandwidth, predict_over_nodes
+from flexdemo.predict.report import (
+    RATE_UNITS,
+    check_plot_possible,
+    describe_scenario,
+    draw_plot,
+    recommend,
+    write_json,
+    write_table,
+)
+from flexdemo.predict.scenario import DDP_BUCKET_BYTES, PredictOptions, given_compute, plan_scenario
+from flexdemo.runtime import ModelError, Straggler
 
 __all__ = ["predict"]
 
 _KS = [128, 32, 8]
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_BUCKET_HELP = (
+    f"MiB of a bucket; default: flexdemo's {BUCKET_BYTES >> 20}, and DDP's {DDP_BUCKET_BYTES >> 20} for all-reduce."
+)
 
 CalibrateOption = Annotated[
     Path | None,
@@ -30,41 +40,54 @@ CalibrateOption = Annotated[
         metavar="FILE", help="Measure this cluster, write FILE and stop; run it under mpirun, torchrun or srun."
     ),
 ]
-CalibrationOption = Annotated[Path | None, typer.Option(metavar="FILE", help="What --calibrate wrote.")]
+CalibrationOption = Annotated[Path | None, typer.Option(metavar="FILE", help="The file that --calibrate wrote.")]
 CollectivesOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="What `python -m bench collectives --json` wrote.")
+    Path | None, typer.Option(metavar="FILE", help="The file that `python -m bench collectives --json` wrote.")
 ]
 BandwidthOption = Annotated[
-    str | None, typer.Option(metavar="RATE", help="What a node's card carries each way, such as 100mbit or 25gbit.")
+    str | None, typer.Option(metavar="RATE", help="Of a node's network card, each way, such as 100mbit or 25gbit.")
 ]
-LatencyOption = Annotated[float | None, typer.Option(help="Of a message between nodes; 50 if nothing was measured.")]
-NodesOption = Annotated[int | None, typer.Option(help="How many nodes; as many as were measured.")]
-RanksOption = Annotated[int | None, typer.Option(help="Ranks on each node; as many as were measured, or 1.")]
-ParametersOption = Annotated[str | None, typer.Option(metavar="COUNT", help="Of the model, in fp32, such as 124M.")]
-ForwardOption = Annotated[float | None, typer.Option(help="The forward pass of a node.")]
-BackwardOption = Annotated[float | None, typer.Option(help="The backward pass; twice the forward.")]
-OptimizerOption = Annotated[float | None, typer.Option(help="The optimizer's step, mixing included; 0.")]
+LatencyOption = Annotated[float | None, typer.Option(help="Of a message between nodes; default: 50, if not measured.")]
+NodesOption = Annotated[int | None, typer.Option(help="Number of nodes; default: as measured.")]
+RanksOption = Annotated[int | None, typer.Option(help="Ranks on each node; default: as measured, or 1.")]
+ParametersOption = Annotated[
+    str | None, typer.Option(metavar="COUNT", help="Number of fp32 parameters of the model, such as 124M.")
+]
+ForwardOption = Annotated[float | None, typer.Option(help="Forward pass of a node.")]
+BackwardOption = Annotated[float | None, typer.Option(help="Backward pass; default: twice the forward pass.")]
+OptimizerOption = Annotated[float | None, typer.Option(help="Optimizer, mixing included; default: 0.")]
 WorkloadOption = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help="With --calibrate: what to time instead of a small transformer."),
+    typer.Option(
+        metavar="MODULE:FUNCTION", help="With --calibrate: returns the workload to time; default: a small transformer."
+    ),
 ]
 SigmaOption = Annotated[
-    float | None, typer.Option(help="Relative standard deviation of compute times; as measured, or 0.")
+    float | None, typer.Option(help="Relative standard deviation of compute times; default: as measured, or 0.")
 ]
 StragglerOption = Annotated[
     str | None, typer.Option(metavar="P:X", help="With probability P a node takes X % longer in an iteration.")
 ]
-BucketOption = Annotated[float, typer.Option("--bucket-mb", help="MiB of a bucket.")]
-KOption = Annotated[list[int], typer.Option("--k", help="FlexDeMo's k of 64 x 64; may be repeated.")]
+BucketOption = Annotated[
+    float | None,
+    typer.Option("--bucket-mb", help=_BUCKET_HELP),
+]
+KOption = Annotated[
+    list[int], typer.Option("--k", help="Coefficients that FlexDeMo sends of each 64 x 64; may be repeated.")
+]
 ScheduleOption = Annotated[list[str], typer.Option(help="A schedule of decentralized training; may be repeated.")]
 WholeOption = Annotated[
-    bool, typer.Option("--whole/--sharded", help="Every rank holds the whole model; or FSDP does the node's legs.")
+    bool, typer.Option("--whole/--sharded", help="Every rank holds the whole model; or FSDP shards it inside a node.")
 ]
-UpdatesOption = Annotated[str, typer.Option(help="When decentralized training steps: backward or step.")]
+UpdatesOption = Annotated[
+    str, typer.Option(help="Decentralized training steps during the backward pass, or after it: backward or step.")
+]
 OverlapOption = Annotated[bool, typer.Option(help="FlexDeMo exchanges during the backward pass.")]
-MostNodesOption = Annotated[int, typer.Option("--max-nodes", help="How far --plot and --json go.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it into FILE (.png).")]
+MaxNodesOption = Annotated[int, typer.Option("--max-nodes", help="Largest number of nodes in --plot and --json.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write inputs and results to FILE.")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw curves over bandwidth and nodes into FILE (.png).")
+]
 
 
 def predict(
@@ -82,67 +105,63 @@ def predict(
     workload: WorkloadOption = None,
     sigma: SigmaOption = None,
     straggler: StragglerOption = None,
-    bucket_mb: BucketOption = 25.0,
+    bucket_mb: BucketOption = None,
     k: KOption = _KS,
     schedule: ScheduleOption = list(SCHEDULES),  # noqa: B006  (typer copies it)
     whole: WholeOption = False,
     updates: UpdatesOption = "backward",
     overlap: OverlapOption = True,
-    max_nodes: MostNodesOption = 1024,
+    max_nodes: MaxNodesOption = 1024,
     json_file: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
     """Predict the seconds of an iteration by all-reduce, by decentralized training and by FlexDeMo, on your links.
 
-    Measure the cluster once (--calibrate FILE, under your launcher), then ask as often as you like (--calibration
-    FILE); or suppose figures (--bandwidth, --nodes, --parameters, --forward-ms).
+    Measure the cluster once (--calibrate FILE, under your launcher), then predict as often as you like (--calibration
+    FILE); or assume figures (--bandwidth, --nodes, --parameters, --forward-ms).
     """
-    request = Request(
+    options = PredictOptions(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         bits_per_s=None if bandwidth is None else parse_bits_per_s(bandwidth),
         latency_s=None if latency_us is None else latency_us / 1e6,
         parameters=None if parameters is None else parse_count(parameters),
-        forward_s=_seconds(forward_ms),
-        backward_s=_seconds(backward_ms),
-        optimizer_s=_seconds(optimizer_ms),
+        forward_s=None if forward_ms is None else forward_ms / 1e3,
+        backward_s=None if backward_ms is None else backward_ms / 1e3,
+        optimizer_s=None if optimizer_ms is None else optimizer_ms / 1e3,
         sigma=sigma,
-        straggler=parse_straggler(straggler),
-        bucket_nbytes=round(bucket_mb * 2**20),
-        whole=whole,
+        straggler=Straggler() if straggler is None else parse_straggler(straggler),
+        bucket_nbytes=None if bucket_mb is None else round(bucket_mb * 2**20),
+        sharded=not whole,
         updates=updates,
         overlap=overlap,
         ks=tuple(k),
         schedules=tuple(schedule),
     )
     if calibrate is not None:
-        _calibrate(calibrate, workload, request)
+        _calibrate(calibrate, workload, options)
         return
     if workload is not None:
         raise PredictError("--workload is timed by --calibrate FILE: give that, too.")
     if plot is not None:
         check_plot_possible(plot)
-    _predict(request, _read(calibration, collectives), max_nodes, json_file, plot)
+    _predict(options, _read_measurements(calibration, collectives), max(max_nodes, 2), json_file, plot)
 
 
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
-
-
-def _calibrate(file: Path, workload: str | None, request: Request) -> None:
+def _calibrate(file: Path, workload: str | None, options: PredictOptions) -> None:
     # Loads torch's collectives, which a prediction does not need.
-    from flexdemo.predict.calibrate import calibrate
+    from flexdemo.predict.measure import calibrate
 
     if not file.parent.is_dir():
         raise PredictError(f"got --calibrate {file}, but there is no folder {file.parent}. Make it, or give another.")
-    first, found = calibrate(file, workload, given_compute(request))
-    if first:
-        typer.echo(f"measured {found.nodes} nodes x {found.ranks_per_node} ranks, wrote {file}")
-        if found.nodes == 1:
+    is_first, measured = calibrate(file, workload, given_compute(options))
+    if is_first:
+        typer.echo(f"measured {measured.nodes} nodes x {measured.ranks_per_node} ranks, wrote {file}")
+        if measured.nodes == 1:
             typer.echo("one node has no links to measure: start one process or more on each of several nodes.")
 
 
-def _read(calibration: Path | None, collectives: Path | None) -> Calibration | None:
+def _read_measurements(calibration: Path | None, collectives: Path | None) -> Calibration | None:
     if calibration is not None and collectives is not None:
         raise PredictError("got --calibration and --collectives, needed one of them at most.")
     if calibration is not None:
@@ -151,31 +170,65 @@ def _read(calibration: Path | None, collectives: Path | None) -> Calibration | N
 
 
 def _predict(
-    request: Request, measured: Calibration | None, max_nodes: int, json_file: Path | None, plot: Path | None
+    options: PredictOptions, measured: Calibration | None, max_nodes: int, json_file: Path | None, plot: Path | None
 ) -> None:
-    scene = plan_scene(request, measured)
-    contestants, skipped = plan_contestants(request, scene, measured)
-    rows = predict_rows(scene, contestants)
-    recommendation = recommend(rows)
-    for line in describe_scene(scene, measured):
+    scenario = plan_scenario(options, measured)
+    methods, skipped = plan_methods(options, scenario.nodes, measured.codec if measured else ())
+    predictions = predict_methods(scenario, methods)
+    recommendation = recommend(predictions)
+    for line in describe_scenario(scenario, measured):
         typer.echo(line)
-    write_table(rows, sys.stdout)
+    write_table(predictions, sys.stdout)
     for name, reason in skipped.items():
         typer.echo(f"skipped {name}: {reason}")
     typer.echo(recommendation.sentence)
     typer.echo("Seconds only: how much an iteration learns differs between methods, see docs/training.md.")
     if json_file is None and plot is None:
         return
-    curves = _follow(scene, contestants, max_nodes)
+    over_bandwidth = predict_over_bandwidth(scenario, methods)
+    over_nodes = predict_over_nodes(scenario, methods, max_nodes)
     if json_file is not None:
-        write_report(json_file, scene, rows, recommendation, skipped, curves)
+        write_json(
+            json_file,
+            scenario=scenario,
+            predictions=predictions,
+            recommendation=recommendation,
+            skipped=skipped,
+            over_bandwidth=over_bandwidth,
+            over_nodes=over_nodes,
+        )
     if plot is not None:
-        here = (scene.links.bytes_per_s, scene.nodes)
-        draw_plot(curves["over_bandwidth"], curves["over_nodes"], here, plot)
+        draw_plot(over_bandwidth, over_nodes, bytes_per_s=scenario.links.bytes_per_s, nodes=scenario.nodes, file=plot)
 
 
-def _follow(scene: Scene, contestants: list[Contestant], max_nodes: int) -> dict[str, list[Curve]]:
-    return {
-        "over_bandwidth": predict_over_bandwidth(scene, contestants),
-        "over_nodes": predict_over_nodes(scene, contestants, max(max_nodes, 2)),
-    }
+def parse_bits_per_s(text: str) -> float:
+    """Return the rate of ``text`` as tc writes it: a number and ``kbit``, ``mbit`` or ``gbit``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise PredictError(
+            f"got the rate {text!r}, needed a number above 0 with a unit, one of kbit, mbit, gbit (bits per second). "
+            f"Write for example 100mbit or 2.5gbit."
+        )
+    return float(match[1]) * RATE_UNITS[match[2]]
+
+
+def parse_count(text: str) -> int:
+    """Return a number of parameters such as 65000000, 124M or 1.3B."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmb]?)", text.strip().lower())
+    if match is None or not round(float(match[1]) * _COUNT_UNITS[match[2]]):
+        raise PredictError(f"got {text!r} parameters, needed a number such as 65000000, 124M or 1.3B.")
+    return round(float(match[1]) * _COUNT_UNITS[match[2]])
+
+
+def parse_straggler(text: str) -> Straggler:
+    """Return the straggler of ``P:X``: with probability P a node takes X % longer in an iteration."""
+    match = re.fullmatch(r"(\d*\.?\d+):(\d*\.?\d+)%?", text.strip())
+    if match is None:
+        raise PredictError(
+            f"got --straggler {text!r}, needed PROBABILITY:PERCENT, such as 0.01:50: in one of a hundred iterations a "
+            f"node takes 50 % longer."
+        )
+    try:
+        return Straggler(float(match[1]), float(match[2]) / 100)
+    except ModelError as error:
+        raise PredictError(f"got --straggler {text!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""The one error of ``flexdemo predict``: the command line prints it and exits with its code."""
+"""The error of ``flexdemo predict``: the command line prints it and exits with its code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ __all__ = ["PredictError"]
 
 
 class PredictError(Exception):
-    """An argument or a file says something we cannot act on; the message says what was needed and what to do."""
+    """An argument or a file is invalid; the message says what was needed and what to do."""
 
     exit_code = 2

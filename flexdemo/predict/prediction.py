@@ -1,4 +1,4 @@
-"""What every method takes, where it stops paying, and which one to use."""
+"""Predictions: seconds per iteration of every method, the rates at which each is faster, and curves."""
 
 from __future__ import annotations
 
@@ -8,151 +8,131 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from flexcomm import InvalidArgumentError
-from flexdemo.predict.contestants import AllReduce, DecentralizedMethod, find_schedule
-from flexdemo.runtime import (
-    AlphaBeta,
-    BreakEven,
-    Cluster,
-    Horizon,
-    MeasuredLinks,
-    SpeedupFactors,
-    Workload,
-    explain_speedup,
-    find_break_evens,
-)
+from flexdemo.predict.methods import AllReduceMethod, DecentralizedMethod, make_schedule
+from flexdemo.runtime import BreakEven, Horizon, SpeedupFactors, explain_speedup, find_break_evens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from flexdemo.predict.contestants import Contestant, Kind
+    from flexdemo.predict.methods import Family, Method
+    from flexdemo.predict.scenario import Scenario
 
-__all__ = ["Curve", "Row", "Scene", "predict_over_bandwidth", "predict_over_nodes", "predict_rows"]
+__all__ = ["Curve", "MethodPrediction", "predict_methods", "predict_over_bandwidth", "predict_over_nodes"]
+
+MIN_SPEEDUP = 1.05
+"""Smaller speedups do not count: predictions are accurate to a few per cent."""
 
 _POINTS = 17
-_HORIZON = Horizon(iterations=80, warmup=20)
-_SEARCHED = Horizon(iterations=50, warmup=18)
 _DECADES = 2.0
-WORTH = 1.05
-"""The gain from which a method is worth its trouble: predictions are not better than some percent."""
+_SEARCH_HORIZON = Horizon(iterations=50, warmup=18)
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What is predicted for: a cluster, a workload, and how long it is simulated."""
+class MethodPrediction:
+    """The prediction for one method.
 
-    nodes: int
-    links: AlphaBeta | MeasuredLinks
-    workload: Workload
-    ranks_per_node: int = 1
-    horizon: Horizon = _HORIZON
+    Args:
+        method: its name.
+        family: its family.
+        iteration_s: seconds per iteration.
+        speedup: All-Reduce's seconds over these.
+        sent_nbytes: bytes that a node sends in an iteration.
+        averaging: how close a step brings the nodes to their mean.
+        break_evens: rates at which the method takes as long as All-Reduce.
+        min_speedup_break_evens: rates at which it is ``MIN_SPEEDUP`` times as fast.
+        factors: causes of the speedup, of decentralized methods only.
 
-    def cluster(self) -> Cluster:
-        return Cluster(self.nodes, self.links, self.ranks_per_node)
-
-    def at_bandwidth(self, bytes_per_s: float) -> Scene:
-        return replace(self, links=self.links.at_bandwidth(bytes_per_s))
-
-    def with_nodes(self, nodes: int) -> Scene:
-        """Return the same with another number of nodes, whose slowness is not known."""
-        slowness = self.workload.slowness if nodes == self.nodes else ()
-        return replace(self, nodes=nodes, workload=replace(self.workload, slowness=slowness))
-
-    def seconds(self, contestant: Contestant) -> float:
-        return contestant.seconds(self.cluster(), self.workload, self.horizon)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What is said of one method.
-
-    At the rates of ``break_even`` it and All-Reduce take the same time, at those of ``worth`` it gains 5 %; there may
-    be none. ``factors`` say why a decentralized method is faster.
     """
 
     method: str
-    kind: Kind
+    family: Family
     iteration_s: float
     speedup: float
     sent_nbytes: float
     averaging: str
-    break_even: tuple[BreakEven, ...] = ()
-    worth: tuple[BreakEven, ...] = ()
+    break_evens: tuple[BreakEven, ...] = ()
+    min_speedup_break_evens: tuple[BreakEven, ...] = ()
     factors: SpeedupFactors | None = None
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds per iteration of one method over a rate or a number of nodes; points it cannot have are left out."""
+    """Seconds per iteration of one method over rates or numbers of nodes, without those impossible for it."""
 
     method: str
-    kind: Kind
+    family: Family
     xs: tuple[float, ...]
     seconds: tuple[float, ...]
 
 
-def predict_rows(scene: Scene, contestants: Sequence[Contestant]) -> list[Row]:
-    """Return a row for All-Reduce and one for each contestant, in their order."""
-    baseline = AllReduce()
-    all_reduce_s = scene.seconds(baseline)
-    rows = [
-        Row(
-            baseline.name,
-            baseline.kind,
-            all_reduce_s,
-            1.0,
-            baseline.sent_nbytes(scene.cluster(), scene.workload),
-            baseline.describe_averaging(scene.nodes),
+def predict_methods(scenario: Scenario, methods: Sequence[Method]) -> list[MethodPrediction]:
+    """Return the prediction for All-Reduce, then one for each of ``methods``, in their order."""
+    all_reduce = AllReduceMethod()
+    all_reduce_s = scenario.seconds(all_reduce)
+    search = replace(scenario, horizon=_SEARCH_HORIZON)
+    all_reduce_at = _cache_seconds(search, all_reduce)
+    predictions = [_predict(scenario, all_reduce, all_reduce_s)]
+    for method in methods:
+        method_at = _cache_seconds(search, method)
+        predictions.append(
+            replace(
+                _predict(scenario, method, all_reduce_s),
+                break_evens=find_break_evens(method_at, all_reduce_at),
+                min_speedup_break_evens=find_break_evens(method_at, all_reduce_at, speedup=MIN_SPEEDUP),
+            )
         )
-    ]
-    return [*rows, *(_predict_row(scene, contestant, all_reduce_s) for contestant in contestants)]
+    return predictions
 
 
-def _predict_row(scene: Scene, contestant: Contestant, all_reduce_s: float) -> Row:
-    searched = replace(scene, horizon=_SEARCHED)
-    # Both searches ask for the same rates.
-    method_s = lru_cache(maxsize=None)(lambda rate: searched.at_bandwidth(rate).seconds(contestant))
-    baseline_s = lru_cache(maxsize=None)(lambda rate: searched.at_bandwidth(rate).seconds(AllReduce()))
-    seconds = scene.seconds(contestant)
-    return Row(
-        method=contestant.name,
-        kind=contestant.kind,
+def _cache_seconds(scenario: Scenario, method: Method) -> Callable[[float], float]:
+    """Return the seconds as a function of the rate; every search for break-even rates starts with the same ones."""
+    return lru_cache(maxsize=None)(lambda bytes_per_s: scenario.at_bandwidth(bytes_per_s).seconds(method))
+
+
+def _predict(scenario: Scenario, method: Method, all_reduce_s: float) -> MethodPrediction:
+    seconds, factors = scenario.seconds(method), None
+    if isinstance(method, DecentralizedMethod):
+        factors = explain_speedup(
+            scenario.cluster,
+            scenario.workload,
+            make_schedule(method.name, scenario.nodes),
+            all_reduce_workload=scenario.all_reduce_workload,
+            updates=method.updates,
+            horizon=scenario.horizon,
+        )
+    return MethodPrediction(
+        method=method.name,
+        family=method.family,
         iteration_s=seconds,
         speedup=all_reduce_s / seconds,
-        sent_nbytes=contestant.sent_nbytes(scene.cluster(), scene.workload),
-        averaging=contestant.describe_averaging(scene.nodes),
-        break_even=find_break_evens(method_s, baseline_s),
-        worth=find_break_evens(method_s, baseline_s, speedup=WORTH),
-        factors=_explain(scene, contestant),
+        sent_nbytes=method.sent_nbytes(scenario.cluster, scenario.workload),
+        averaging=method.describe_averaging(scenario.nodes),
+        factors=factors,
     )
 
 
-def _explain(scene: Scene, contestant: Contestant) -> SpeedupFactors | None:
-    if not isinstance(contestant, DecentralizedMethod):
-        return None
-    schedule = find_schedule(contestant.name, scene.nodes)
-    return explain_speedup(scene.cluster(), scene.workload, schedule, updates=contestant.updates, horizon=scene.horizon)
-
-
-def predict_over_bandwidth(scene: Scene, contestants: Sequence[Contestant]) -> list[Curve]:
-    """Return how long iterations take at rates from a hundredth to a hundred times the scene's."""
-    middle = math.log10(scene.links.bytes_per_s)
+def predict_over_bandwidth(scenario: Scenario, methods: Sequence[Method]) -> list[Curve]:
+    """Return the curves of All-Reduce and ``methods`` from a hundredth to a hundred times the scenario's rate."""
+    middle = math.log10(scenario.links.bytes_per_s)
     rates = [10 ** (middle + _DECADES * (2 * point / (_POINTS - 1) - 1)) for point in range(_POINTS)]
-    scenes = [(rate, scene.at_bandwidth(rate)) for rate in rates]
-    return [_follow(contestant, scenes) for contestant in (AllReduce(), *contestants)]
+    return _make_curves(methods, [(rate, scenario.at_bandwidth(rate)) for rate in rates])
 
 
-def predict_over_nodes(scene: Scene, contestants: Sequence[Contestant], most: int) -> list[Curve]:
-    """Return how long iterations take on 2, 4, 8, ... nodes, and on ``most``."""
-    numbers = sorted({most, *(2**power for power in range(1, most.bit_length()) if 2**power <= most)})
-    scenes = [(float(nodes), scene.with_nodes(nodes)) for nodes in numbers]
-    return [_follow(contestant, scenes) for contestant in (AllReduce(), *contestants)]
+def predict_over_nodes(scenario: Scenario, methods: Sequence[Method], max_nodes: int) -> list[Curve]:
+    """Return the curves of All-Reduce and ``methods`` on 2, 4, 8, ... nodes, and on ``max_nodes``."""
+    numbers = sorted({max_nodes, *(2**power for power in range(1, max_nodes.bit_length()) if 2**power <= max_nodes)})
+    return _make_curves(methods, [(float(nodes), scenario.with_nodes(nodes)) for nodes in numbers])
 
 
-def _follow(contestant: Contestant, scenes: Sequence[tuple[float, Scene]]) -> Curve:
-    points = []
-    for x, scene in scenes:
-        try:
-            points.append((x, scene.seconds(contestant)))
-        except InvalidArgumentError:
-            continue
-    return Curve(contestant.name, contestant.kind, tuple(x for x, _ in points), tuple(y for _, y in points))
+def _make_curves(methods: Sequence[Method], scenarios: Sequence[tuple[float, Scenario]]) -> list[Curve]:
+    curves = []
+    for method in (AllReduceMethod(), *methods):
+        points = []
+        for x, scenario in scenarios:
+            try:
+                points.append((x, scenario.seconds(method)))
+            except InvalidArgumentError:
+                continue
+        xs, seconds = zip(*points, strict=True) if points else ((), ())
+        curves.append(Curve(method.name, method.family, xs, seconds))
+    return curves

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 import flexcomm
-from flexdemo.predict.calibrate import calibrate, measure
 from flexdemo.predict.calibration import Compute, read_calibration
-from flexdemo.predict.measure_compute import measure_compute
-from flexdemo.predict.request import Request, plan_scene
+from flexdemo.predict.measure import calibrate, measure, measure_compute
+from flexdemo.predict.scenario import PredictOptions, plan_scenario
 from tests.ranks.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,8 +35,7 @@ class Spin:
 
 
 def body_calibrate(file: str) -> Any:
-    first, found = calibrate(Path(file), None, GIVEN)
-    return first, found
+    return calibrate(Path(file), None, GIVEN)
 
 
 def body_measure() -> Any:
@@ -54,9 +52,9 @@ def test_two_nodes_measure_the_same_and_one_of_them_writes_it(tmp_path: Path) ->
     assert [(table.link, table.k) for table in mine.links] == [("group", 2), ("all-reduce", 2), ("gather", 2)]
     assert [one.k for one in mine.codec] == [8, 32, 128]
     # demo writes an index of some bits and a bfloat16 for each coefficient.
-    assert all(20 < one.bits_per_kept < 30 for one in mine.codec)
+    assert all(20 < one.bits_per_coefficient < 30 for one in mine.codec)
     assert mine.compute == GIVEN
-    assert plan_scene(Request(), mine).links.bytes_per_s > 0
+    assert plan_scenario(PredictOptions(), mine).links.bytes_per_s > 0
 
 
 def test_ranks_of_a_node_measure_its_legs_too() -> None:

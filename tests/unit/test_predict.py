@@ -11,43 +11,54 @@ from pathlib import Path
 import pytest
 
 from flexcomm import gossip
+from flexcomm.sync import BUCKET_BYTES
 from flexdemo.__main__ import main
-from flexdemo.predict.arguments import (
-    format_bits_per_s,
-    format_number,
-    parse_bits_per_s,
-    parse_count,
-    parse_straggler,
-)
-from flexdemo.predict.contestants import SCHEDULES, AllReduce, Contestant, Decentralized, FlexDemo, choose_schedules
+from flexdemo.predict.command import parse_bits_per_s, parse_count, parse_straggler
 from flexdemo.predict.errors import PredictError
-from flexdemo.predict.plot import check_plot_possible, draw_plot, merge_alike
+from flexdemo.predict.methods import (
+    SCHEDULES,
+    AllReduceMethod,
+    DecentralizedMethod,
+    FlexDemoMethod,
+    Method,
+    plan_methods,
+)
 from flexdemo.predict.prediction import (
     Curve,
-    Row,
-    Scene,
+    MethodPrediction,
+    predict_methods,
     predict_over_bandwidth,
     predict_over_nodes,
-    predict_rows,
 )
-from flexdemo.predict.recommendation import recommend
-from flexdemo.predict.request import Request, describe_scene, plan_contestants, plan_scene
-from flexdemo.predict.tables import COLUMNS, format_plain, make_cells, show_rates
+from flexdemo.predict.report import (
+    COLUMNS,
+    check_plot_possible,
+    describe_scenario,
+    draw_plot,
+    format_bits_per_s,
+    format_number,
+    format_plain,
+    format_rates,
+    make_cells,
+    merge_curves,
+    recommend,
+)
+from flexdemo.predict.scenario import DDP_BUCKET_BYTES, PredictOptions, Scenario, plan_scenario
 from flexdemo.runtime import AlphaBeta, BreakEven, Compression, Horizon, Straggler, plan_workload
 
 ROOT = Path(__file__).resolve().parents[2]
-GPT = plan_workload(496_000_000, forward_s=0.1, backward_s=0.2, optimizer_s=0.01)
+GPT = plan_workload(496_000_000, bucket_nbytes=DDP_BUCKET_BYTES, forward_s=0.1, backward_s=0.2, optimizer_s=0.01)
 QUICK = Horizon(iterations=30, warmup=10)
 FREE = Compression(k=32)
 """FlexDeMo on a device whose encoding costs nothing."""
 
 
-def scene(gbit: float, nodes: int = 8) -> Scene:
-    return Scene(nodes, AlphaBeta(gbit * 1e9 / 8, 5e-5), GPT, horizon=QUICK)
+def scenario(gbit: float, nodes: int = 8) -> Scenario:
+    return Scenario(nodes, AlphaBeta(gbit * 1e9 / 8, 5e-5), GPT, GPT, horizon=QUICK)
 
 
-def contestants(*names: str) -> list[Contestant]:
-    return [*(Decentralized(name) for name in names or ("complete", "one-peer-exp", "aer")), FlexDemo(FREE)]
+def methods(*names: str) -> list[Method]:
+    return [*(DecentralizedMethod(name) for name in names or ("complete", "one-peer-exp", "aer")), FlexDemoMethod(FREE)]
 
 
 # Arguments
@@ -77,7 +88,6 @@ def test_what_is_no_count_is_an_error(text: str) -> None:
 
 def test_stragglers_are_a_probability_and_percent() -> None:
     assert parse_straggler("0.01:50") == parse_straggler("0.01:50%") == Straggler(0.01, 0.5)
-    assert parse_straggler(None) == Straggler()
     for text in ("0.5", "1:2:3", "x:1", "2:50"):
         with pytest.raises(PredictError, match="got --straggler"):
             parse_straggler(text)
@@ -98,44 +108,45 @@ def test_numbers_are_written_in_three_digits() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_one_the_runtime_model_can_follow(name: str) -> None:
-    here = scene(1.0)
-    contestant = Decentralized(name)
-    assert here.seconds(contestant) >= GPT.compute_s - 1e-9
-    assert contestant.sent_nbytes(here.cluster(), GPT) > 0
-    assert contestant.describe_averaging(8)
+    here = scenario(1.0)
+    method = DecentralizedMethod(name)
+    assert here.seconds(method) >= GPT.compute_s - 1e-9
+    assert method.sent_nbytes(here.cluster, GPT) > 0
+    assert method.describe_averaging(8)
 
 
 def test_bytes_are_counted_as_they_cross() -> None:
-    here, size = scene(1.0).cluster(), GPT.nbytes
-    sent = {name: Decentralized(name).sent_nbytes(here, GPT) / size for name in SCHEDULES}
+    here, size = scenario(1.0).cluster, GPT.nbytes
+    sent = {name: DecentralizedMethod(name).sent_nbytes(here, GPT) / size for name in SCHEDULES}
     assert sent["complete"] == pytest.approx(2 * 7 / 8)
     assert sent["one-peer-exp"] == sent["ring"] == sent["random-matching"] == sent["directed-exp"] == 1.0
     assert sent["aer"] == 0.5
     assert sent["static-exp"] == 3.0
-    assert FlexDemo(FREE).sent_nbytes(here, GPT) == pytest.approx(7 * FREE.payload_nbytes(size))
-    assert AllReduce().sent_nbytes(here, GPT) == pytest.approx(2 * 7 / 8 * size)
+    assert FlexDemoMethod(FREE).sent_nbytes(here, GPT) == pytest.approx(7 * FREE.payload_nbytes(size))
+    assert AllReduceMethod().sent_nbytes(here, GPT) == pytest.approx(2 * 7 / 8 * size)
 
 
 def test_schedules_that_cannot_be_are_left_out_with_the_reason() -> None:
-    possible, skipped = choose_schedules(["ring", "one-peer-exp"], 6)
-    assert possible == ["ring"]
+    options = PredictOptions(ks=(), schedules=("ring", "one-peer-exp"))
+    possible, skipped = plan_methods(options, 6, ())
+    assert possible == [DecentralizedMethod("ring")]
     assert "needs a power of two" in skipped["one-peer-exp"]
-    with pytest.raises(PredictError, match="got the schedule 'star', needed one of complete"):
-        choose_schedules(["star"], 6)
+    with pytest.raises(PredictError, match="got --schedule 'star', needed one of complete"):
+        plan_methods(replace(options, schedules=("star",)), 6, ())
 
 
 # What is recommended
 
 
 def test_on_endless_links_nothing_beats_all_reduce() -> None:
-    rows = predict_rows(scene(1e6), contestants("one-peer-exp", "aer"))
+    rows = predict_methods(scenario(1e6), methods("one-peer-exp", "aer"))
     assert recommend(rows).method == "all-reduce"
     assert all(row.speedup <= 1 + GPT.forward_s / GPT.compute_s for row in rows)
     assert "Stay with all-reduce" in recommend(rows).sentence
 
 
 def test_on_slow_links_flexdemo_wins_by_the_bytes_it_does_not_send() -> None:
-    rows = predict_rows(scene(0.1), contestants("one-peer-exp"))
+    rows = predict_methods(scenario(0.1), methods("one-peer-exp"))
     best = recommend(rows)
     assert best.method == "flexdemo k=32"
     assert "a node sends" in best.sentence
@@ -144,16 +155,17 @@ def test_on_slow_links_flexdemo_wins_by_the_bytes_it_does_not_send() -> None:
 
 def test_where_compute_varies_and_encoding_is_dear_decentralized_training_wins() -> None:
     slow_encoder = replace(FREE, encode_s_per_element=1e-8)
-    varying = replace(scene(100.0), workload=replace(GPT, sigma=0.3))
-    rows = predict_rows(varying, [Decentralized("one-peer-exp"), FlexDemo(slow_encoder)])
+    noisy = replace(GPT, sigma=0.3)
+    varying = replace(scenario(100.0), workload=noisy, all_reduce_workload=noisy)
+    rows = predict_methods(varying, [DecentralizedMethod("one-peer-exp"), FlexDemoMethod(slow_encoder)])
     best = recommend(rows)
     assert best.method == "one-peer-exp"
     assert "not for the slowest of all" in best.sentence
 
 
 def test_of_methods_that_take_the_same_time_the_first_is_recommended() -> None:
-    def row(method: str, seconds: float) -> Row:
-        return Row(method, "flexdemo", seconds, 1 / seconds, 1e6, "")
+    def row(method: str, seconds: float) -> MethodPrediction:
+        return MethodPrediction(method, "flexdemo", seconds, 1 / seconds, 1e6, "")
 
     assert recommend([row("all-reduce", 1.0), row("a", 0.51), row("b", 0.5)]).method == "a"
     assert recommend([row("all-reduce", 1.0), row("a", 0.60), row("b", 0.5)]).method == "b"
@@ -162,19 +174,19 @@ def test_of_methods_that_take_the_same_time_the_first_is_recommended() -> None:
 
 
 def test_break_even_lies_between_where_it_pays_and_where_not() -> None:
-    dear = FlexDemo(replace(FREE, encode_s_per_element=2e-9, decode_s_per_element=2e-9))
-    row = predict_rows(scene(1.0), [dear])[1]
-    (crossing,) = row.break_even
+    dear = FlexDemoMethod(replace(FREE, encode_s_per_element=2e-9, decode_s_per_element=2e-9))
+    row = predict_methods(scenario(1.0), [dear])[1]
+    (crossing,) = row.break_evens
     assert crossing.faster_side == "below"
     rate = crossing.bytes_per_s
-    below, above = (scene(8 * factor * rate / 1e9) for factor in (0.8, 1.25))
-    assert below.seconds(dear) < below.seconds(AllReduce())
-    assert above.seconds(dear) > above.seconds(AllReduce())
-    assert row.worth[-1].bytes_per_s < rate
+    below, above = (scenario(8 * factor * rate / 1e9) for factor in (0.8, 1.25))
+    assert below.seconds(dear) < below.seconds(AllReduceMethod())
+    assert above.seconds(dear) > above.seconds(AllReduceMethod())
+    assert row.min_speedup_break_evens[-1].bytes_per_s < rate
 
 
 def test_factors_are_told_of_decentralized_methods_only() -> None:
-    rows = predict_rows(scene(1.0), contestants("one-peer-exp"))
+    rows = predict_methods(scenario(1.0), methods("one-peer-exp"))
     assert [row.factors is None for row in rows] == [True, False, True]
     assert rows[1].factors is not None
     assert rows[1].factors.speedup == pytest.approx(rows[1].speedup)
@@ -184,27 +196,27 @@ def test_factors_are_told_of_decentralized_methods_only() -> None:
 
 
 def test_curves_pass_through_what_is_predicted_here() -> None:
-    here = scene(1.0)
-    over_bandwidth = predict_over_bandwidth(here, contestants("ring"))
-    over_nodes = predict_over_nodes(here, contestants("ring"), 16)
-    for curve, contestant in zip(over_bandwidth, [AllReduce(), *contestants("ring")], strict=True):
-        assert curve.seconds[8] == pytest.approx(here.seconds(contestant))
+    here = scenario(1.0)
+    over_bandwidth = predict_over_bandwidth(here, methods("ring"))
+    over_nodes = predict_over_nodes(here, methods("ring"), 16)
+    for curve, method in zip(over_bandwidth, [AllReduceMethod(), *methods("ring")], strict=True):
+        assert curve.seconds[8] == pytest.approx(here.seconds(method))
         assert list(curve.seconds) == sorted(curve.seconds, reverse=True)
     assert over_nodes[0].xs == (2, 4, 8, 16)
-    assert over_nodes[1].seconds[2] == pytest.approx(here.seconds(Decentralized("ring")))
+    assert over_nodes[1].seconds[2] == pytest.approx(here.seconds(DecentralizedMethod("ring")))
 
 
 def test_numbers_of_nodes_that_a_schedule_cannot_have_are_left_out() -> None:
-    _, curve = predict_over_nodes(scene(1.0), [Decentralized("one-peer-exp")], 12)
+    _, curve = predict_over_nodes(scenario(1.0), [DecentralizedMethod("one-peer-exp")], 12)
     assert curve.xs == (2, 4, 8)
 
 
-# Scenes
+# Scenarios
 
 
-def test_a_scene_needs_compute_links_and_nodes() -> None:
-    enough = Request(nodes=4, bits_per_s=1e9, parameters=1_000_000, forward_s=0.1)
-    assert plan_scene(enough, None).workload.backward_s[0] == pytest.approx(0.2)
+def test_a_scenario_needs_compute_links_and_nodes() -> None:
+    enough = PredictOptions(nodes=4, bits_per_s=1e9, parameters=1_000_000, forward_s=0.1)
+    assert plan_scenario(enough, None).workload.backward_s[0] == pytest.approx(0.2)
     for lacking, message in (
         (replace(enough, nodes=None), "give --nodes"),
         (replace(enough, nodes=1), "got 1 nodes, needed 2 or more"),
@@ -218,26 +230,41 @@ def test_a_scene_needs_compute_links_and_nodes() -> None:
         (replace(enough, latency_s=-1.0), "latency_s = -1.0"),
     ):
         with pytest.raises(PredictError, match=message):
-            plan_scene(lacking, None)
+            plan_scenario(lacking, None)
 
 
-def test_what_is_supposed_is_said() -> None:
-    request = Request(nodes=4, bits_per_s=1e9, parameters=1_000_000, forward_s=0.1, straggler=Straggler(0.01, 0.5))
-    lines = "\n".join(describe_scene(plan_scene(request, None), None))
-    assert "4 nodes x 1 ranks, 1gbit each way between nodes (supposed); 4 MB in 1 buckets" in lines
+def test_buckets_are_flexdemos_and_for_all_reduce_ddps_unless_given() -> None:
+    options = PredictOptions(nodes=4, bits_per_s=1e9, parameters=124_000_000, forward_s=0.1)
+    found = plan_scenario(options, None)
+    assert max(found.workload.bucket_nbytes) <= BUCKET_BYTES
+    assert BUCKET_BYTES < max(found.all_reduce_workload.bucket_nbytes) <= DDP_BUCKET_BYTES
+    assert "496 MB in 30 buckets (all-reduce: 19)" in describe_scenario(found, None)[0]
+    given = plan_scenario(replace(options, bucket_nbytes=10**6), None)
+    assert given.workload == given.all_reduce_workload
+    assert len(given.workload.bucket_nbytes) == 496
+
+
+def test_assumptions_are_printed() -> None:
+    options = PredictOptions(
+        nodes=4, bits_per_s=1e9, parameters=1_000_000, forward_s=0.1, straggler=Straggler(0.01, 0.5)
+    )
+    lines = "\n".join(describe_scenario(plan_scenario(options, None), None))
+    assert "4 nodes x 1 ranks, 1gbit each way between nodes (assumed); 4 MB in 1 buckets" in lines
     assert "forward + backward + optimizer: 100 + 200 + 0 ms" in lines
     assert "in 1 % of its iterations a node is 50 % slower" in lines
     assert "3 ns to encode an element, 1.5 ns to decode one and 50 ns for each coefficient received" in lines
 
 
-def test_contestants_come_in_the_order_of_how_well_they_average() -> None:
-    request = Request(nodes=8, bits_per_s=1e9, parameters=10**6, forward_s=0.1, ks=(8, 64), schedules=("ring", "aer"))
-    found, skipped = plan_contestants(request, plan_scene(request, None), None)
+def test_methods_come_in_the_order_of_how_well_they_average() -> None:
+    options = PredictOptions(
+        nodes=8, bits_per_s=1e9, parameters=10**6, forward_s=0.1, ks=(8, 64), schedules=("ring", "aer")
+    )
+    found, skipped = plan_methods(options, 8, ())
     assert [one.name for one in found] == ["ring", "aer", "flexdemo k=64", "flexdemo k=8"]
     assert not skipped
-    for broken in (replace(request, ks=(0,)), replace(request, ks=(5000,)), replace(request, updates="never")):
+    for broken in (replace(options, ks=(0,)), replace(options, ks=(5000,)), replace(options, updates="never")):
         with pytest.raises(PredictError, match="got --"):
-            plan_contestants(broken, plan_scene(request, None), None)
+            plan_methods(broken, 8, ())
 
 
 # What people see
@@ -245,42 +272,43 @@ def test_contestants_come_in_the_order_of_how_well_they_average() -> None:
 
 def test_rates_at_which_it_pays_are_told_in_words() -> None:
     low, high = 125e5, 125e7
-    assert show_rates((), faster=True) == "always"
-    assert show_rates((), faster=False) == "never"
-    assert show_rates((BreakEven(low, "below"),), faster=True) == "below 100mbit"
-    assert show_rates((BreakEven(low, "above"),), faster=True) == "above 100mbit"
-    assert show_rates((BreakEven(low, "above"), BreakEven(high, "below")), faster=True) == "100mbit to 10gbit"
+    assert format_rates((), faster=True) == "always"
+    assert format_rates((), faster=False) == "never"
+    assert format_rates((BreakEven(low, "below"),), faster=True) == "below 100mbit"
+    assert format_rates((BreakEven(low, "above"),), faster=True) == "above 100mbit"
+    assert format_rates((BreakEven(low, "above"), BreakEven(high, "below")), faster=True) == "100mbit to 10gbit"
     both = (BreakEven(low, "below"), BreakEven(high, "above"))
-    assert show_rates(both, faster=True) == "below 100mbit, above 10gbit"
+    assert format_rates(both, faster=True) == "below 100mbit, above 10gbit"
 
 
 def test_the_plain_table_has_a_line_for_each_method() -> None:
-    rows = predict_rows(scene(1.0), contestants("ring"))
+    rows = predict_methods(scenario(1.0), methods("ring"))
     lines = format_plain(make_cells(rows)).splitlines()
     assert len(lines) == 4
     assert all(column in lines[0] for column in COLUMNS)
     assert [line.split()[0] for line in lines[1:]] == ["all-reduce", "ring", "flexdemo"]
 
 
-def test_methods_that_take_the_same_time_share_a_line_of_the_plot() -> None:
+def test_methods_that_take_the_same_time_share_a_curve_of_the_plot() -> None:
     a = Curve("a", "decentralized", (1.0, 2.0), (3.0, 4.0))
     b = replace(a, method="b", xs=(1.0, 2.0, 3.0), seconds=(3.0, 4.0, 5.0))
     c = replace(a, method="c", seconds=(3.0, 4.1))
-    packed = replace(a, method="d", kind="flexdemo")
-    lines = merge_alike([a, b, c, packed], [a, b, c, packed])
+    packed = replace(a, method="d", family="flexdemo")
+    lines = merge_curves([a, b, c, packed], [a, b, c, packed])
     assert [line.label for line in lines] == ["a, b", "c", "d"]
-    assert lines[0].halves == (b, b)
+    assert lines[0].curves == (b, b)
 
 
 def test_the_plot_is_a_picture_of_both_sweeps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    here, file = scene(1.0), tmp_path / "plot.png"
+    here, file = scenario(1.0), tmp_path / "plot.png"
     check_plot_possible(file)
     draw_plot(
-        predict_over_bandwidth(here, contestants("ring")),
-        predict_over_nodes(here, contestants("ring"), 12),
-        (125e6, 8),
-        file,
+        predict_over_bandwidth(here, methods("ring")),
+        predict_over_nodes(here, methods("ring"), 12),
+        bytes_per_s=125e6,
+        nodes=8,
+        file=file,
     )
     assert file.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(PredictError, match="needed a name that ends in one of"):
@@ -311,9 +339,9 @@ def test_the_command_prints_a_table_and_a_recommendation(capsys: pytest.CaptureF
     assert "all-reduce" in shown
     report = json.loads(file.read_text())
     assert report["schema"] == "flexdemo-prediction"
-    assert [row["method"] for row in report["rows"]] == ["all-reduce", "ring", "flexdemo k=32"]
+    assert [row["method"] for row in report["predictions"]] == ["all-reduce", "ring", "flexdemo k=32"]
     assert report["recommendation"]["method"] == "flexdemo k=32"
-    assert report["scene"]["links"]["intra_bytes_per_s"] is None
+    assert report["scenario"]["links"]["intra_bytes_per_s"] is None
     assert [curve["method"] for curve in report["over_nodes"]] == ["all-reduce", "ring", "flexdemo k=32"]
     assert report["over_nodes"][0]["xs"] == [2, 4, 8]
 
