@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
@@ -23,7 +23,7 @@ CALLABLES = {
     or (
         inspect.isclass(getattr(package, name))
         and not issubclass(getattr(package, name), Exception)
-        and not getattr(getattr(package, name), "_is_protocol", False)
+        and Protocol not in getattr(package, name).__bases__
     )
 }
 MADE_BY_US = {
