@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from bench.cluster.loopback import run_on_loopback
+from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.errors import BenchError
-from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
-from bench.loopback import run_on_loopback
 from bench.tables import print_table
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import typer
 
-from bench.cluster import shell_code
+from bench.cluster.cluster import shell_code
+from bench.cluster.netns import check_available
 from bench.errors import BenchError, UsageError
-from bench.netns import check_available
 
 _PAGE = Path("docs/benchmarks.md")
 _PLOT = Path("docs/collectives.png")

@@ -7,7 +7,7 @@ from statistics import median
 
 import typer
 
-from bench.habits import CheckOption, JsonOption, QuickOption, Report, conclude
+from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.tables import print_table
 
 _REPEATS = 9

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.cluster.launchers import Launcher, mpirun_command
 from bench.errors import LauncherMissingError
-from bench.launchers import Launcher, mpirun_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import pytest
 
 from bench.cluster import Cluster, ClusterSpec, open_cluster
+from bench.cluster.netns import check_available
 from bench.errors import ClusterUnavailableError
-from bench.netns import check_available
 
 
 @pytest.fixture(scope="session")

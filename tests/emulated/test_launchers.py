@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from bench.cluster import Cluster
-from bench.launchers import Launcher, is_installed
+from bench.cluster.launchers import Launcher, is_installed
 from tests.slow import slow_but
 
 PAYLOAD_NBYTES = 4_000_000

@@ -167,10 +167,10 @@ def test_without_root_the_message_says_so() -> None:
     # Loaded first: the interpreter's own files may be closed to the user we become.
     program = """
 import os, sys
-from bench import __main__ as bench_main
-bench_main.main(["cluster"])
+from bench import cli
+cli.main(["cluster"])
 os.setuid(65534)
-sys.exit(bench_main.main(["cluster", "--", "true"]))
+sys.exit(cli.main(["cluster", "--", "true"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.launchers import LAUNCHERS, Launcher, is_installed
+from bench.cluster.launchers import LAUNCHERS, Launcher, is_installed
 from tests.slow import slow_but
 
 PROGRAM = """

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.launch import launch_command
-from bench.launchers import LAUNCHERS, Launcher, is_installed
+from bench.cluster.launch import launch_command
+from bench.cluster.launchers import LAUNCHERS, Launcher, is_installed
 from tests.slow import slow_but
 
 if TYPE_CHECKING:

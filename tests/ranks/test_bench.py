@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.launchers import is_installed
+from bench.cluster.launchers import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 

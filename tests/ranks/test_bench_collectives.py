@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import flexcomm
-from bench.collectives_arguments import parse_compressor
-from bench.collectives_measure import Case, Row, measure, verify
-from bench.collectives_methods import AllReduce, Cost, Method, Plan, Sync
+from bench.collectives.arguments import parse_compressor
+from bench.collectives.measure import Case, Row, measure, verify
+from bench.collectives.methods import AllReduce, Cost, Method, Plan, Sync
 from tests.ranks.processes import run_ranks
 from tests.slow import slow_but
 

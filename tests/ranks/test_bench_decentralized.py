@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.decentralized_methods import ALLREDUCE
-from bench.train_plan import Plan, Run, Settings, save_plan
-from bench.train_rank import main
-from bench.train_records import History, read_history
+from bench.train.decentralized_methods import ALLREDUCE
+from bench.train.plan import Plan, Run, Settings, save_plan
+from bench.train.rank import main
+from bench.train.records import History, read_history
 from flexcomm import gossip
 from tests.ranks.processes import run_ranks
 

@@ -17,16 +17,16 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import flexcomm
-from bench.launchers import is_installed
-from bench.train_corpus import draw_batch, load_corpus
-from bench.train_loop import train
-from bench.train_methods import BASELINE
-from bench.train_model import build_model, find_size, loss_of
-from bench.train_plan import Plan, Run, Settings, save_plan
-from bench.train_rank import main
-from bench.train_records import History, Record, read_history
-from bench.train_schedule import warm_up_then_cosine
-from bench.train_trainee import make_trainee
+from bench.cluster.launchers import is_installed
+from bench.train.corpus import draw_batch, load_corpus
+from bench.train.loop import train
+from bench.train.methods import BASELINE
+from bench.train.model import build_model, find_size, loss_of
+from bench.train.plan import Plan, Run, Settings, save_plan
+from bench.train.rank import main
+from bench.train.records import History, Record, read_history
+from bench.train.schedule import warm_up_then_cosine
+from bench.train.training_run import make_trainee
 from tests.ranks.processes import run_ranks
 from tests.slow import slow_but
 

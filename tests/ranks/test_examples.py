@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.launchers import Launcher, is_installed, mpirun_command
+from bench.cluster.launchers import Launcher, is_installed, mpirun_command
 from tests.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.launchers import LAUNCHERS, Launcher, is_installed, mpirun_command
+from bench.cluster.launchers import LAUNCHERS, Launcher, is_installed, mpirun_command
 from tests.slow import slow_but
 
 if TYPE_CHECKING:

@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from bench import leftovers
-from bench.cables import Traffic, _interface_counters
-from bench.cluster import ClusterSpec, shell_code
+from bench.cluster import ClusterSpec, stale_clusters
+from bench.cluster.cluster import shell_code
+from bench.cluster.launchers import mpirun_command, parse_launcher
+from bench.cluster.links import Traffic, _interface_counters
+from bench.cluster.rate_check import CableRate
+from bench.cluster.rates import burst_nbytes, format_rate, parse_rate, probe_nbytes
+from bench.cluster.supervise import split_commands, supervise
 from bench.errors import LauncherMissingError, UsageError
-from bench.launchers import mpirun_command, parse_launcher
-from bench.ratecheck import CableRate
-from bench.rates import burst_nbytes, format_rate, parse_rate, probe_nbytes
-from bench.supervise import split_commands, supervise
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ def test_a_program_that_is_another_mpi_is_not_taken(monkeypatch: pytest.MonkeyPa
 
 def test_a_folder_is_a_leftover_once_its_owner_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with leftovers.private_folder() as alive:
-        assert leftovers.dead_folders() == []
-        dead = tmp_path / f"{leftovers.PREFIX}1-000000"
+    with stale_clusters.private_folder() as alive:
+        assert stale_clusters.dead_folders() == []
+        dead = tmp_path / f"{stale_clusters.PREFIX}1-000000"
         dead.mkdir()
         (dead / "lock").touch()
-        assert leftovers.sweep() == [dead]
+        assert stale_clusters.sweep() == [dead]
         assert alive.exists()
     assert list(tmp_path.iterdir()) == []

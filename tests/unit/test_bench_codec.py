@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bench import codec
-from bench.__main__ import main
-from bench.codec_bits import entropy_bits
-from bench.codec_contestants import CHUNK, Ours, Published, dct_basis, find_agreement
-from bench.codec_races import draw_gradient, geometries
-from bench.codec_timing import take_turns
+from bench.cli import main
+from bench.codec import command as codec
+from bench.codec.bits import entropy_bits
+from bench.codec.codecs import CHUNK, Ours, Published, dct_basis, find_agreement
+from bench.codec.speed import draw_gradient, geometries
+from bench.codec.timing import take_turns
 from bench.targets import load_targets
 from flexcomm import demo
 

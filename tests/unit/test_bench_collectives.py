@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bench import collectives
-from bench.__main__ import main
-from bench.collectives import Findings, Settings, conclude_lines, make_report
-from bench.collectives_arguments import (
+from bench.cli import main
+from bench.cluster.node_link import Link, find_link, read_sent_nbytes, shaper_rate
+from bench.collectives import command as collectives
+from bench.collectives.arguments import (
     DTYPES,
     RECIPES,
     parse_algorithm,
@@ -22,11 +22,11 @@ from bench.collectives_arguments import (
     plan_shape,
     plan_sizes,
 )
-from bench.collectives_inputs import count_wrong, expect_average, make_input
-from bench.collectives_link import Link, find_link, read_sent_nbytes, shaper_rate
-from bench.collectives_measure import Case, Row, find_link_share, summarise
-from bench.collectives_plot import check_plot_possible, draw_plot
-from bench.collectives_tables import COLUMNS, Lines, show_ms, show_number, show_size, split_columns, write_csv
+from bench.collectives.command import Findings, Settings, conclude_lines, make_report
+from bench.collectives.inputs import count_wrong, expect_average, make_input
+from bench.collectives.measure import Case, Row, find_link_share, summarise
+from bench.collectives.output import COLUMNS, Lines, show_ms, show_number, show_size, split_columns, write_csv
+from bench.collectives.plot import check_plot_possible, draw_plot
 from bench.errors import UsageError
 from bench.targets import load_targets
 from flexcomm import TensorSpec, Topology, demo, random_k, top_k

@@ -11,22 +11,22 @@ import pytest
 import torch
 
 import flexcomm
-from bench.__main__ import main
-from bench.decentralized import check_emulation
-from bench.decentralized_methods import ALLREDUCE, DECENTRALIZED_METHODS
-from bench.decentralized_report import KNOWN_FIGURES, make_report
-from bench.decentralized_table import tabulate
+from bench.cli import main
+from bench.decentralized.command import check_emulation
+from bench.decentralized.report import KNOWN_FIGURES, make_report
+from bench.decentralized.table import tabulate
 from bench.errors import UsageError
-from bench.train_conduct import describe, plan_runs, plan_settings, plan_sweep
-from bench.train_lineup import LINEUP
-from bench.train_methods import METHODS, parse_methods
-from bench.train_model import SIZES, build_model, loss_of
-from bench.train_pace import Pace, straggler_of
-from bench.train_plan import Plan, Run, Settings, load_plan, save_plan
-from bench.train_plot import draw_plot
-from bench.train_rates import Choice, choose_rates, save_sweep
-from bench.train_records import Ending, Evaluation, History
-from bench.train_summary import Summary, summarise
+from bench.train.all_methods import LINEUP
+from bench.train.comparison import describe, plan_runs, plan_settings, plan_sweep
+from bench.train.decentralized_methods import ALLREDUCE, DECENTRALIZED_METHODS
+from bench.train.learning_rates import Choice, choose_rates, save_sweep
+from bench.train.methods import METHODS, parse_methods
+from bench.train.model import SIZES, build_model, loss_of
+from bench.train.pace import Pace, straggler_of
+from bench.train.plan import Plan, Run, Settings, load_plan, save_plan
+from bench.train.plot import draw_plot
+from bench.train.records import Ending, Evaluation, History
+from bench.train.summary import Summary, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.demo import find_links, make_report
-from bench.demo_show import BASELINE, HEADLINE, LABELS, chart, conclusion, draw, sooner, tabulate, title
-from bench.demo_watch import Progress
+from bench.demo.command import find_links, make_report
+from bench.demo.progress import Progress
+from bench.demo.results import BASELINE, HEADLINE, LABELS, chart, conclusion, draw, sooner, tabulate, title
 from bench.errors import ClusterUnavailableError
-from bench.train_methods import METHODS
-from bench.train_plan import Run, Settings
-from bench.train_records import Ending, Evaluation, History, Interval
-from bench.train_schedule import Forecast, warm_up_then_cosine
-from bench.train_summary import Summary, summarise
+from bench.train.methods import METHODS
+from bench.train.plan import Run, Settings
+from bench.train.records import Ending, Evaluation, History, Interval
+from bench.train.schedule import Forecast, warm_up_then_cosine
+from bench.train.summary import Summary, summarise
 from ci.install import describe
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def test_links_are_paced_where_namespaces_do_not_work(
     def refuse(_spec: object) -> None:
         raise ClusterUnavailableError("no root")
 
-    monkeypatch.setattr("bench.demo.open_cluster", refuse)
+    monkeypatch.setattr("bench.demo.command.open_cluster", refuse)
     assert find_links("auto", SETTINGS) == "paced"
     assert "no root" in capsys.readouterr().out
     assert find_links("namespaces", SETTINGS) == "namespaces"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.mixing import compare
-from bench.mixing_rank import Spent, build, flat_buckets, rows_of
+from bench.mixing.command import compare
+from bench.mixing.rank import Spent, build, flat_buckets, rows_of
 
 SPENT = {
     "AdamW": Spent(0.020, 0.020),

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bench import step
-from bench.__main__ import main
-from bench.collectives_link import Link
+from bench.cli import main
+from bench.cluster.node_link import Link
 from bench.errors import UsageError
-from bench.step import METHODS, Findings, Settings, format_rows, make_report, parse_methods, print_findings
-from bench.step_measure import Row
-from bench.step_methods import fill_buckets
-from bench.step_models import MODELS, find_model
-from bench.step_peers import PeerMissingError, import_detonation
+from bench.step import command as step
+from bench.step.command import METHODS, Findings, Settings, format_rows, make_report, parse_methods, print_findings
+from bench.step.measure import Row
+from bench.step.methods import fill_buckets
+from bench.step.models import MODELS, find_model
+from bench.step.peers import PeerMissingError, import_detonation
 from bench.targets import load_targets
 from flexcomm import Topology
 from flexcomm.topology import blocks

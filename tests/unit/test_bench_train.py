@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bench.__main__ import main
+from bench.cli import main
 from bench.errors import UsageError
-from bench.train_conduct import check_settings, describe, plan_runs, plan_sweep
-from bench.train_corpus import draw_batch, is_validation, list_sources, load_corpus, spread_windows
-from bench.train_loop import allreduce_nbytes
-from bench.train_methods import BASELINE, METHODS, group_parameters, parse_methods
-from bench.train_model import SIZES, build_model, find_size, loss_of
-from bench.train_muon import Muon, orthogonal
-from bench.train_plan import Plan, Run, Settings, load_plan, save_plan
-from bench.train_plot import draw_plot
-from bench.train_rates import Choice, Swept, choose_rates, load_rates, save_sweep
-from bench.train_records import (
+from bench.train.comparison import check_settings, describe, plan_runs, plan_sweep
+from bench.train.corpus import draw_batch, is_validation, list_sources, load_corpus, spread_windows
+from bench.train.learning_rates import Choice, Swept, choose_rates, load_rates, save_sweep
+from bench.train.loop import allreduce_nbytes
+from bench.train.methods import BASELINE, METHODS, group_parameters, parse_methods
+from bench.train.model import SIZES, build_model, find_size, loss_of
+from bench.train.muon import Muon, orthogonal
+from bench.train.plan import Plan, Run, Settings, load_plan, save_plan
+from bench.train.plot import draw_plot
+from bench.train.records import (
     Ending,
     Evaluation,
     History,
@@ -32,10 +32,10 @@ from bench.train_records import (
     read_records,
     write_record,
 )
-from bench.train_report import KNOWN_FIGURES, make_report
-from bench.train_schedule import warm_up_then_cosine
-from bench.train_summary import Point, columns_for, find_common_loss, format_rows, seconds_to, summarise
-from bench.train_watch import Lines, Reader
+from bench.train.report import KNOWN_FIGURES, make_report
+from bench.train.schedule import warm_up_then_cosine
+from bench.train.summary import Point, columns_for, find_common_loss, format_rows, seconds_to, summarise
+from bench.train.watch import Lines, Reader
 from flexcomm import Topology
 from flexcomm.topology import blocks
 

@@ -1,0 +1,54 @@
+"""A private folder per cluster, which outlives its owner only if the owner was killed with SIGKILL.
+
+The namespaces of a cluster die with its owner (see ``netns``), so a folder is all that can be left. The owner holds a
+lock on a file in it; the kernel drops the lock with the owner, so a folder whose lock is free is a leftover.
+Unlike a process id, a lock is neither reused nor misread from another container that shares the temporary folder.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+PREFIX = "flexcomm-cluster-"
+_LOCK = "lock"
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Hold a new, locked folder; it is gone afterwards, however the block ends."""
+    folder = Path(tempfile.gettempdir()) / f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+    with ExitStack() as stack:
+        # Cleaning is arranged before there is anything to clean: Ctrl-C may come between any two lines.
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(mode=0o755)
+        lock = stack.enter_context((folder / _LOCK).open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
+def dead_folders() -> list[Path]:
+    """Return the folders of clusters whose owner is gone."""
+    return sorted(f for f in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _is_dead(f))
+
+
+def sweep() -> list[Path]:
+    """Remove the folders of clusters whose owner is gone, and only those; return what was removed."""
+    removed = dead_folders()
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return [folder for folder in removed if not folder.exists()]
+
+
+def _is_dead(folder: Path) -> bool:
+    try:
+        with (folder / _LOCK).open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:
+        # Locked by its owner, someone else's, or not locked yet: in doubt it is alive.
+        return False

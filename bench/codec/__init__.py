@@ -1,0 +1,1 @@
+"""``python -m bench codec``: speed, bits, memory and error of compression."""

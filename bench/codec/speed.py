@@ -1,0 +1,98 @@
+"""Ours against the published operations: encode, and decode with averaging."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.codec.codecs import CHUNK, Ours, Published, find_agreement
+from bench.codec.timing import Seconds, take_turns
+from bench.errors import BenchError
+from flexcomm import demo
+
+_SAME_SELECTION = 0.999
+"""Both transforms round differently, so of two nearly equal coefficients either may be sent."""
+
+
+@dataclass(frozen=True)
+class Race:
+    """One comparison. ``figure`` is the name of its speedup."""
+
+    figure: str
+    case: str
+    ours: Seconds
+    published: Seconds
+
+    @property
+    def speedup(self) -> float:
+        return self.published.wall_s / self.ours.wall_s
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A tensor, and how many coefficients of a chunk are sent. Figures end with ``suffix``."""
+
+    case: str
+    suffix: str
+    shape: tuple[int, ...]
+    k: int
+
+
+def geometries(shape: tuple[int, int]) -> list[Geometry]:
+    """Return the matrix in chunks of 64 x 64, and as many elements flat, in chunks of 64."""
+    flat = (math.prod(shape),)
+    return [
+        Geometry("64 x 64, k = 32", "", shape, 32),
+        Geometry("flat 64, k = 4", "_flat_k4", flat, 4),
+        Geometry("flat 64, k = 8", "_flat_k8", flat, 8),
+    ]
+
+
+def race_encode(geometry: Geometry, rounds: int) -> Race:
+    """Time encoding the same gradients into momenta of either kind."""
+    gradient = draw_gradient(geometry.shape, seed=0)
+    _check_same_selection(geometry, gradient)
+    ours, published = Ours(geometry.shape, demo(geometry.k, CHUNK)), Published(geometry.shape, geometry.k)
+    seconds = take_turns(
+        {"ours": lambda: ours.encode_(gradient), "published": lambda: published.encode_(gradient)}, rounds
+    )
+    return Race(f"encode_speedup{geometry.suffix or '_2d'}", geometry.case, **seconds)
+
+
+def _check_same_selection(geometry: Geometry, gradient: Tensor) -> None:
+    agreement = find_agreement(gradient, geometry.k)
+    if agreement < _SAME_SELECTION:
+        raise BenchError(
+            f"{geometry.case}: only {agreement:.4%} of what ours sends is what the published code sends, so their "
+            f"times compare different work. One of the two is wrong."
+        )
+
+
+def race_decode(geometry: Geometry, nodes: Sequence[int], rounds: int) -> list[Race]:
+    """Time decoding and averaging the payloads of so many nodes, each with a gradient of its own."""
+    most = max(nodes)
+    gradients = [draw_gradient(geometry.shape, seed) for seed in range(most)]
+    ours, published = Ours(geometry.shape, demo(geometry.k, CHUNK)), Published(geometry.shape, geometry.k)
+    buffers = [ours.encode_(gradient).clone() for gradient in gradients]
+    sent = [published.encode_(gradient) for gradient in gradients]
+    out = torch.empty(geometry.shape).fill_(0.0)
+
+    def race(count: int) -> Race:
+        gathered = torch.cat(buffers[:count])
+        seconds = take_turns(
+            {
+                "ours": lambda: ours.decode_(out, gathered, count),
+                "published": lambda: published.decode(sent[:count]),
+            },
+            rounds,
+        )
+        return Race(f"decode_speedup{geometry.suffix}_{count}", f"{geometry.case}, {count} nodes", **seconds)
+
+    return [race(count) for count in nodes]
+
+
+def draw_gradient(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return normally distributed elements; of a matrix or flat, the same for the same seed."""
+    return torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(seed)).view(shape)

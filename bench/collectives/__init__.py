@@ -1,0 +1,1 @@
+"""``python -m bench collectives`` and ``sweep``: averaging a tensor, by size and compressor."""

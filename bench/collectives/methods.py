@@ -1,0 +1,135 @@
+"""The contestants of ``bench collectives``: our synchronisation with a compressor, and an all-reduce of everything."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from bench.collectives.arguments import DTYPES, NamedCompressor
+from flexcomm import TensorSpec, Topology, Transport, World, dense, start_sync
+from flexcomm.codec import plan_tensor
+from flexcomm.kernels import Selection, TensorPlan
+from flexcomm.sync import BUCKET_BYTES
+from flexcomm.sync import AlgorithmOption as Algorithm
+from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
+from flexcomm.transport import TorchTransport
+
+
+class Cost(NamedTuple):
+    """What one call took on this rank. Bytes are those between nodes; None where the call itself is all there is."""
+
+    wire_nbytes: float
+    payload_nbytes: float
+    encode_s: float = 0.0
+    intra_s: float = 0.0
+    inter_s: float | None = None
+    decode_s: float = 0.0
+
+
+class Plan(NamedTuple):
+    """What follows from a tensor's shape: what is sent of it, by which way, and how many elements this rank sends."""
+
+    tensor: TensorPlan
+    way: str
+    kept: int | None
+
+
+class Method(Protocol):
+    """A way to average one tensor over all ranks."""
+
+    @property
+    def name(self) -> str:
+        """How people call it."""
+        ...
+
+    def plan(self, spec: TensorSpec) -> Plan:
+        """Return what follows from the shape; moves nothing."""
+        ...
+
+    def average(self, x: Tensor) -> tuple[Tensor, Cost]:
+        """Return the average of every rank's ``x``, and what it cost."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Our verb with one compressor."""
+
+    asked: NamedCompressor
+    algorithm: Algorithm
+    world: World
+
+    @property
+    def name(self) -> str:
+        return self.asked.name
+
+    def plan(self, spec: TensorSpec) -> Plan:
+        buckets = self._routes(spec)
+        plans = [bucket.buffers[self.world.intra.rank] for bucket in buckets]
+        counts = [plan.count for plan in plans]
+        whole = plan_tensor(spec, self.asked.compressor)
+        ways = "+".join(dict.fromkeys(bucket.algorithm for bucket in buckets))
+        if ways == "dense":
+            # Everything travels, so everything must arrive, whatever the compressor would have left out.
+            whole = dense().plan(spec) if whole.selection in (Selection.SHUFFLED, Selection.STRIDED) else whole
+        return Plan(whole, ways, None if -1 in counts else sum(counts))
+
+    def average(self, x: Tensor) -> tuple[Tensor, Cost]:
+        handle = start_sync(x, self.asked.compressor, world=self.world, algorithm=self.algorithm)
+        out = handle.wait()
+        record = handle.record
+        times = (record.encode_s, record.intra_s, record.inter_s, record.decode_s)
+        return out, Cost(record.inter_sent_bytes, record.payload_bytes, *times)
+
+    def _routes(self, spec: TensorSpec) -> tuple[BucketPlan, ...]:
+        request = SyncSettings(
+            specs=(spec,),
+            compressor=self.asked.compressor,
+            average="nodes",
+            algorithm=self.algorithm,
+            nonfinite="raise",
+            bucket_bytes=BUCKET_BYTES,
+            has_residuals=False,
+        )
+        return plan_buckets(request, self.world.inter.size, self.world.intra.size)
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """One all-reduce over all ranks, in ``wire_dtype``: what data-parallel training does today."""
+
+    wire_name: str
+    world: World
+
+    @property
+    def name(self) -> str:
+        return f"all-reduce {self.wire_name}"
+
+    def plan(self, spec: TensorSpec) -> Plan:
+        tensor = dense(DTYPES[self.wire_name]).plan(spec)
+        return Plan(tensor, "all-reduce", tensor.chunks * tensor.chunk_numel)
+
+    def average(self, x: Tensor) -> tuple[Tensor, Cost]:
+        place, dtype = self.world.topology, DTYPES[self.wire_name]
+        buffer = x.to(dtype, copy=True)
+        everybody(self.world).all_reduce(buffer).wait()
+        out = buffer.to(x.dtype).div_(place.size)
+        return out, Cost(crossing_nbytes(buffer.nbytes, place), buffer.nbytes)
+
+
+def crossing_nbytes(nbytes: float, place: Topology) -> float:
+    """Return what a rank sends to other nodes, on average, when all ranks add up ``nbytes``.
+
+    The least there is: a ring of ranks in order, in which one rank of a node talks to the next node.
+    """
+    return 2 * (place.size - 1) / place.size * nbytes / place.local_size if place.nodes > 1 else 0.0
+
+
+def everybody(world: World) -> Transport:
+    """Return what joins all ranks by the same kind of cable that joins nodes."""
+    if world.device.type == "cuda":
+        group = torch.distributed.group.WORLD
+        assert group is not None, "connect() starts torch's default group"  # noqa: S101  (our own invariant)
+        return TorchTransport(group, "nccl", world.control.timeout_s)
+    return world.control

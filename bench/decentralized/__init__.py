@@ -1,0 +1,1 @@
+"""``python -m bench decentralized``: decentralized Adam beside All-Reduce."""

@@ -1,0 +1,1 @@
+"""``python -m bench mixing``: the processor time of mixing, beside decent-dp."""

@@ -1,0 +1,82 @@
+"""``python -m bench mixing``: what decentralized training costs a processor beside training and communicating.
+
+Ranks as nodes of this host train one model by torch's AdamW alone, by ``DecentralizedAdam`` and by ``decent-dp``, in
+turn, in the same processes. From the processor time of each is taken what training costs with the same bytes merely
+sent, by the same means and waited for one step later: what is left is mixing, copying, bookkeeping.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.cluster.loopback import run_on_loopback
+from bench.collectives.arguments import check_count
+from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
+from bench.errors import BenchError
+from bench.tables import print_table
+
+FIGURES = frozenset({"overhead_of_decent_dp", "main_thread_of_decent_dp"})
+_QUICK_ROUNDS = 3
+
+NodesOption = Annotated[int, typer.Option(help="How many ranks, each a node: 2, or another power of two.")]
+RoundsOption = Annotated[int, typer.Option("-n", "--iterations", help="Rounds in which each takes its turn.")]
+WidthOption = Annotated[int, typer.Option(help="Width of the model: 4 layers of width x 4 width.")]
+
+
+def mixing(
+    nodes: NodesOption = 2,
+    rounds: RoundsOption = 11,
+    width: WidthOption = 810,
+    json_file: JsonOption = None,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+) -> None:
+    """Compare the processor time of DecentralizedAdam with that of decent-dp, communication taken out of both."""
+    check_count("-n", rounds, 1)
+    rounds = min(rounds, _QUICK_ROUNDS) if quick else rounds
+    found = _measure(nodes, rounds, width)
+    rows, missing = found["rows"], found["missing"]
+    print_table(
+        f"a step of {found['parameters']:,} parameters, {nodes} nodes of one rank, one thread",
+        ("method", "CPU ms/step", "its main thread", "with bytes merely sent", "overhead ms", "main thread's"),
+        [_shown(name, row) for name, row in rows.items()],
+        sys.stdout,
+    )
+    figures = compare(rows)
+    unmeasured = dict.fromkeys(FIGURES - figures.keys(), missing)
+    settings = {"nodes": nodes, "rounds": rounds, "width": width}
+    report = Report("mixing", FIGURES, figures, [{"method": k, **v} for k, v in rows.items()], settings, unmeasured)
+    raise typer.Exit(conclude(report, json_file=json_file, check=check))
+
+
+def compare(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures that what ran allows."""
+    ours, theirs = rows["DecentralizedAdam"], rows.get("decent-dp")
+    if theirs is None:
+        return {}
+    return {
+        "overhead_of_decent_dp": ours["overhead_s"] / theirs["overhead_s"],
+        "main_thread_of_decent_dp": ours["main_overhead_s"] / theirs["main_overhead_s"],
+    }
+
+
+def _shown(name: str, row: Mapping[str, float]) -> tuple[str, ...]:
+    columns = ("all_s", "main_s", "sent_s", "overhead_s", "main_overhead_s")
+    return (name, *(f"{1e3 * row[column]:.2f}" if column in row else "-" for column in columns))
+
+
+def _measure(nodes: int, rounds: int, width: int) -> dict[str, Any]:
+    """Return what the ranks wrote down: rows by method, what is missing and why, the number of parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "bench.mixing.rank", str(result), str(rounds), str(width)]
+        code = run_on_loopback(command, nodes=nodes, ranks_per_node=1, launcher="torchrun")
+        if code or not result.exists():
+            raise BenchError(f"the ranks ended with exit code {code} and left no result; see above.")
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found

@@ -1,0 +1,1 @@
+"""``python -m bench optimizer``: the cost of a step of FlexDeMo, beside AdamW and detonation."""

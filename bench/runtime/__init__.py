@@ -1,0 +1,1 @@
+"""``python -m bench runtime``: iteration times, predicted and measured on emulated clusters."""

@@ -1,0 +1,242 @@
+"""``python -m bench step``: the communication of one optimizer step of a real GPT, ours beside what else there is.
+
+Runs under mpirun, torchrun or ``python -m bench cluster``; started alone, it starts two ranks as two nodes of this
+host. All methods run in one go, one after the other, and the table shows ratios.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated
+
+import torch
+import typer
+
+import flexcomm
+from bench.cluster.node_link import Link, find_link
+from bench.cluster.rates import parse_rate
+from bench.cluster.two_ranks import start_two_ranks
+from bench.collectives.arguments import check_count
+from bench.collectives.command import LinkOption, describe_link, describe_world
+from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
+from bench.errors import UsageError
+from bench.step.measure import Row, measure
+from bench.step.methods import BucketedAllReduce, Gradients, Method, Ours
+from bench.step.models import Gpt, find_model
+from bench.step.peers import PeerMissingError, PowerSgd, detonation_demo, detonation_random
+from bench.tables import print_table
+from flexcomm import Topology, World, demo, random_k
+from flexcomm.topology import read_launcher
+
+_K = 32
+_OURS, _SIGN, _BF16 = "demo", "demo-sign", "all-reduce-bf16"
+_DETONATION, _POWERSGD = "detonation", "powersgd-1"
+
+METHODS: Mapping[str, str] = {
+    _OURS: f"flexcomm demo(k={_K}), bf16",
+    _SIGN: f"flexcomm demo(k={_K}), sign",
+    "random": "flexcomm random_k(1/32)",
+    "all-reduce-fp32": "all-reduce fp32, DDP's buckets",
+    _BF16: "all-reduce bf16, DDP's buckets",
+    _POWERSGD: "torch PowerSGD rank 1",
+    "powersgd-4": "torch PowerSGD rank 4",
+    _DETONATION: f"detonation DeMo, k={_K}",
+    "detonation-random": "detonation random 1/32",
+}
+"""What ``--methods`` takes, and what the table calls it."""
+
+_COLUMNS = ("method", "cable", "s/step", "ratio", "main CPU s", "ratio", "all CPU s", "MB sent/rank", "ratio", "bits")
+_RATIOS: Mapping[str, tuple[str, str, Callable[[Row, Row], float]]] = {
+    "cpu_of_detonation": (_OURS, _DETONATION, lambda ours, other: ours.main_cpu_s / other.main_cpu_s),
+    "bytes_saved_bf16": (_OURS, _DETONATION, lambda ours, other: other.sent / ours.sent),
+    "bytes_saved_sign": (_SIGN, _DETONATION, lambda ours, other: other.sent / ours.sent),
+    "speedup_over_bf16": (_OURS, _BF16, lambda ours, other: other.step_s / ours.step_s),
+    "speedup_over_powersgd_1": (_OURS, _POWERSGD, lambda ours, other: other.step_s / ours.step_s),
+}
+"""The figures: which two methods, and what of them."""
+
+_TARGET_NODES = 4
+_TARGET_RATE = "100mbit"
+_QUICK_ITERATIONS = 3
+
+ModelOption = Annotated[str, typer.Option(help="23m, 124m (GPT-2 small), or tiny to try the command out.")]
+IterationsOption = Annotated[int, typer.Option("-n", "--iterations", help="Timed steps of each method.")]
+WarmupsOption = Annotated[int, typer.Option("-w", "--warmup-iterations", help="Steps before, which do not count.")]
+MethodsOption = Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}; or all.")]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    model: str
+    methods: tuple[str, ...]
+    iterations: int
+    warmups: int
+
+
+@dataclass
+class Findings:
+    """What was measured so far, by method, and why some methods were not; a run that is interrupted keeps it."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def step(
+    model: ModelOption = "23m",
+    iterations: IterationsOption = 5,
+    warmups: WarmupsOption = 1,
+    methods: MethodsOption = "all",
+    link_rate: LinkOption = None,
+    json_file: JsonOption = None,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+) -> None:
+    """Communicate what one optimizer step of a GPT needs, by our methods and by others, in one run.
+
+    Seconds are of the slowest rank, medians over steps. Peers that are not installed are listed as skipped.
+    """
+    shapes, wanted = find_model(model), parse_methods(methods)
+    check_count("-n", iterations, 1)
+    check_count("-w", warmups, 0)
+    link = find_link(link_rate)
+    if read_launcher(os.environ).launcher == "none":
+        raise typer.Exit(start_two_ranks())
+    torch.set_num_threads(1)
+    settings = Settings(model, wanted, min(iterations, _QUICK_ITERATIONS) if quick else iterations, warmups)
+    findings = Findings()
+    with flexcomm.connect() as world:
+        first = world.topology.rank == 0
+        if first:
+            print(f"# bench step: {model}, {shapes.numel:,} parameters in {len(shapes.shapes())} tensors")
+            print(f"# {describe_world(world)}; {describe_link(link)}", flush=True)
+        try:
+            _run(settings, draw_gradients(shapes, world), world, findings)
+        finally:
+            if first:
+                print_findings(findings, len(wanted))
+    if first:
+        report = make_report(findings, settings, world.topology, link)
+        raise typer.Exit(conclude(report, json_file=json_file, check=check))
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    """Return the names asked for, in the table's order."""
+    if text == "all":
+        return tuple(METHODS)
+    wanted = [word.strip() for word in text.split(",") if word.strip()]
+    unknown = sorted(set(wanted) - set(METHODS))
+    if unknown or not wanted:
+        raise UsageError(f"got --methods {text!r}, needed all, or some of {', '.join(METHODS)}, with commas between.")
+    return tuple(name for name in METHODS if name in wanted)
+
+
+def draw_gradients(model: Gpt, world: World) -> Gradients:
+    """Return gradients that differ from rank to rank, as batches make them differ."""
+    draw = torch.Generator().manual_seed(world.topology.rank)
+    names = [name for name, _ in model.shapes()]
+    return Gradients(names, [torch.randn(shape, generator=draw) for _, shape in model.shapes()])
+
+
+def make_method(name: str, gradients: Gradients, world: World) -> Method:
+    """Return a contestant; raises PeerMissingError if it is somebody's who is not here."""
+    makers: dict[str, Callable[[], Method]] = {
+        _OURS: lambda: Ours(gradients, world, demo(_K), "contributors"),
+        _SIGN: lambda: Ours(gradients, world, demo(_K, values="sign"), "contributors"),
+        "random": lambda: Ours(gradients, world, random_k(1 / 32), "nodes"),
+        "all-reduce-fp32": lambda: BucketedAllReduce(gradients, world, torch.float32),
+        _BF16: lambda: BucketedAllReduce(gradients, world, torch.bfloat16),
+        _POWERSGD: lambda: PowerSgd(gradients, world, 1),
+        "powersgd-4": lambda: PowerSgd(gradients, world, 4),
+        _DETONATION: lambda: detonation_demo(gradients, world, _K),
+        "detonation-random": lambda: detonation_random(gradients, world),
+    }
+    return makers[name]()
+
+
+def _run(settings: Settings, gradients: Gradients, world: World, findings: Findings) -> None:
+    """Let the methods run one after the other; each is gone, with its memory, before the next begins."""
+    for name in settings.methods:
+        try:
+            method = make_method(name, gradients, world)
+        except PeerMissingError as error:
+            findings.skipped[name] = str(error)
+            continue
+        findings.rows[name] = measure(name, method, settings.iterations, settings.warmups, world)
+
+
+def print_findings(findings: Findings, wanted: int) -> None:
+    """Print what there is: each method beside the first one."""
+    rows = list(findings.rows.values())
+    if rows:
+        print_table("slowest rank, median; ratios to the first line", _COLUMNS, format_rows(rows), sys.stdout)
+        source = "the cable's counters, headers included" if rows[0].counted else "the method's own count"
+        print(f"# MB sent: {source}; bits: whether all ranks hold the same")
+    for name, reason in findings.skipped.items():
+        print(f"# skipped {METHODS[name]}: {reason}")
+    if len(rows) + len(findings.skipped) < wanted:
+        print(f"# interrupted: {len(rows)} of {wanted} methods were measured")
+    sys.stdout.flush()
+
+
+def format_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the table's cells."""
+    return [
+        (
+            METHODS[row.method],
+            row.cable,
+            f"{row.step_s:.3f}",
+            _ratio(row.step_s, rows[0].step_s),
+            f"{row.main_cpu_s:.3f}",
+            _ratio(row.main_cpu_s, rows[0].main_cpu_s),
+            f"{row.process_cpu_s:.3f}",
+            f"{row.sent / 1e6:.3g}",
+            _ratio(row.sent, rows[0].sent),
+            "same" if row.replicas_equal else "DIFFER",
+        )
+        for row in rows
+    ]
+
+
+def _ratio(number: float, unit: float) -> str:
+    return f"{number / unit:.2f}x" if unit else "-"
+
+
+def make_report(findings: Findings, settings: Settings, place: Topology, link: Link | None) -> Report:
+    """Return the ratios that targets bound, those of a certain link only where that link was there."""
+    rows = findings.rows
+    figures: dict[str, float] = {}
+    unmeasured: dict[str, str] = {}
+    elsewhere = why_no_speedup(place, link)
+    for figure, (ours, other, ratio) in _RATIOS.items():
+        absent = [name for name in (ours, other) if name not in rows]
+        if absent:
+            reasons = (f"{name}: {findings.skipped.get(name, 'not among --methods')}" for name in absent)
+            unmeasured[figure] = "; ".join(reasons)
+        elif figure.startswith("bytes") and place.nodes == 1:
+            unmeasured[figure] = "one node sends nothing to others"
+        elif figure.startswith("speedup") and elsewhere:
+            unmeasured[figure] = elsewhere
+        else:
+            figures[figure] = ratio(rows[ours], rows[other])
+    model = find_model(settings.model)
+    said = {
+        **asdict(settings),
+        "parameters": model.numel,
+        "tensors": len(model.shapes()),
+        "skipped": findings.skipped,
+        "link_rate_bits_per_s": link.rate_bits_per_s if link else None,
+    }
+    return Report("step", frozenset(_RATIOS), figures, [asdict(row) for row in rows.values()], said, unmeasured)
+
+
+def why_no_speedup(place: Topology, link: Link | None) -> str:
+    """Return why speedups of this run cannot be held to their targets; nothing, if they can."""
+    if place.nodes == _TARGET_NODES and link is not None and link.rate_bits_per_s == parse_rate(_TARGET_RATE):
+        return ""
+    return (
+        f"its target is for {_TARGET_NODES} nodes on links of {_TARGET_RATE}: `python -m bench cluster --nodes "
+        f"{_TARGET_NODES} --rate {_TARGET_RATE} -- python -m bench step`"
+    )

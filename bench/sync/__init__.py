@@ -1,0 +1,1 @@
+"""``python -m bench sync``: the cost of a synchronisation beside its bytes."""

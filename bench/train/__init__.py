@@ -1,0 +1,1 @@
+"""``python -m bench train``: a small GPT trained by several methods, beside AdamW."""

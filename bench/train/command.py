@@ -1,0 +1,96 @@
+"""``python -m bench train``: a small GPT learns Python from its standard library, by our methods and by AdamW.
+
+Starts its own ranks, as nodes of this host or, with ``--rate``, on an emulated cluster. All methods see the same bytes
+in the same order, and each the learning rate that a sweep found best for it.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from bench.cluster.command import LauncherOption, RanksOption
+from bench.common_options import CheckOption, JsonOption, QuickOption, conclude
+from bench.train.comparison import Contest, Table, check_settings, plan_settings, run_contest, sweep_rates
+from bench.train.methods import BASELINE, METHODS, parse_methods
+from bench.train.options import (
+    EvalOption,
+    NodesOption,
+    OutOption,
+    RateLrOption,
+    RateOption,
+    SeedsOption,
+    SizeOption,
+    StepsOption,
+    SweepOption,
+    SweepStepsOption,
+    WindowsOption,
+)
+from bench.train.report import make_report
+from bench.train.summary import Summary, columns_for, find_common_loss, format_rows
+
+_QUICK_METHODS = "adamw,flexdemo-k32,flexdemo-sign,local-muon"
+_QUICK_STEPS = 200
+_QUICK_EVAL_EVERY = 20
+
+MethodsOption = Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}; or all.")]
+ShardOption = Annotated[bool, typer.Option("--shard", help="Shard the model inside each node, by FSDP2.")]
+
+
+def train(
+    size: SizeOption = "small",
+    methods: MethodsOption = "all",
+    steps: StepsOption = 1000,
+    seeds: SeedsOption = "0",
+    lr: RateLrOption = None,
+    windows: WindowsOption = None,
+    eval_every: EvalOption = None,
+    shard: ShardOption = False,
+    nodes: NodesOption = 2,
+    ranks_per_node: RanksOption = 2,
+    rate: RateOption = None,
+    launcher: LauncherOption = "openmpi",
+    out: OutOption = None,
+    sweep: SweepOption = False,
+    sweep_steps: SweepStepsOption = 300,
+    json_file: JsonOption = None,
+    quick: QuickOption = False,
+    check: CheckOption = False,
+) -> None:
+    """Train a small GPT on Python's standard library by several methods, and compare losses, bytes and seconds.
+
+    Learning rates are those that ``--sweep`` found and wrote down.
+    """
+    if quick:
+        size, methods = "tiny", _QUICK_METHODS if methods == "all" else methods
+        steps, sweep_steps = min(steps, _QUICK_STEPS), min(sweep_steps, _QUICK_STEPS)
+        eval_every = eval_every or _QUICK_EVAL_EVERY
+    settings = plan_settings(
+        size,
+        sweep_steps if sweep else steps,
+        windows,
+        eval_every,
+        shard=shard,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        launcher=launcher,
+        rate=rate,
+    )
+    names = parse_methods(methods)
+    check_settings(settings, names)
+    if sweep:
+        sweep_rates(_CONTEST, settings, names, lr, out)
+        return
+    summaries = run_contest(_CONTEST, settings, names, lr, seeds, out)
+    report = make_report(summaries, settings, quick=quick)
+    raise typer.Exit(conclude(report, json_file=json_file, check=check))
+
+
+def tabulate(summaries: Sequence[Summary]) -> Table:
+    """Return what is shown of all methods."""
+    columns = columns_for(find_common_loss(summaries))
+    legend = "val loss in nats per byte; MB sent by a node; s to: the least loss that all of them reached"
+    return Table(columns, format_rows(summaries), legend)
+
+
+_CONTEST = Contest("train", BASELINE, tabulate)

@@ -1,0 +1,187 @@
+"""What the commands that train do alike: plan runs, start ranks, watch them, and show what came of it."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.collectives.arguments import check_count
+from bench.errors import BenchError, UsageError
+from bench.tables import print_table
+from bench.train.all_methods import LINEUP
+from bench.train.learning_rates import RATES_FILE, Choice, Swept, choose_rates, save_sweep
+from bench.train.model import find_size
+from bench.train.plan import Plan, Run, Settings, save_plan
+from bench.train.plot import can_draw, draw_plot
+from bench.train.records import read_history
+from bench.train.start import check_start, start_ranks
+from bench.train.summary import Summary, find_common_loss, summarise
+from bench.train.watch import watching
+from bench.words import parse_counts
+
+_EVALUATIONS = 10
+_EVAL_WINDOWS = 128
+
+
+class Table(NamedTuple):
+    """What a command shows of all methods, and the line below that says what its columns are."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    legend: str
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A command that trains: its name, the method that others stand beside, and how it shows what comes of them."""
+
+    name: str
+    baseline: str
+    tabulate: Callable[[Sequence[Summary]], Table]
+    watch: Callable[[Plan, Path], AbstractContextManager[None]] = watching
+    draw: Callable[[Sequence[Summary], str, Path, str], None] = draw_plot
+    title: Callable[[Settings], str] = lambda settings: describe(settings)
+
+
+# Any: fields of Settings, which checks their names.
+def plan_settings(size: str, steps: int, windows: int | None, eval_every: int | None, **rest: Any) -> Settings:
+    """Return settings in which what was not given is what fits: the windows of the size, ten validations."""
+    every = max(1, steps // _EVALUATIONS) if eval_every is None else eval_every
+    return Settings(
+        size=size,
+        steps=steps,
+        windows=find_size(size).windows if windows is None else windows,
+        log_every=max(1, every // 2),
+        eval_every=every,
+        eval_windows=_EVAL_WINDOWS,
+        **rest,
+    )
+
+
+def check_settings(settings: Settings, methods: Iterable[str]) -> None:
+    """Raise, before any rank starts, unless all methods can be trained so."""
+    check_count("--steps", settings.steps, 1)
+    check_count("--batch", settings.windows, 1)
+    check_count("--eval-every", settings.eval_every, 1)
+    apart = [name for name in methods if settings.steps % LINEUP[name].meets_every]
+    if apart:
+        every = LINEUP[apart[0]].meets_every
+        raise UsageError(f"got {settings.steps} steps, but nodes meet every {every} with {apart[0]}: give a multiple.")
+    check_start(settings)
+
+
+def plan_runs(choices: dict[str, Choice], seeds: Sequence[int]) -> tuple[Run, ...]:
+    """Return all methods with the first seed, then all with the next: an interrupted run has whole rounds."""
+    return tuple(Run(name, choice.lr, seed) for seed in seeds for name, choice in choices.items())
+
+
+def plan_sweep(methods: Iterable[str], lr: float | None) -> tuple[Run, ...]:
+    """Return every method with each learning rate of its grid, or with the one that is given."""
+    return tuple(Run(name, rate, 0) for name in methods for rate in (LINEUP[name].grid if lr is None else (lr,)))
+
+
+def run_contest(
+    contest: Contest, settings: Settings, methods: Iterable[str], lr: float | None, seeds: str, out: Path | None
+) -> list[Summary]:
+    """Train everything, show what came of it even if it was interrupted, and return that."""
+    choices = choose_rates(settings.size, methods, lr)
+    plan = Plan(settings, plan_runs(choices, list(dict.fromkeys(parse_counts("--seeds", seeds)))))
+    for name, choice in choices.items():
+        print(f"lr of {name}: {choice.lr:g} ({choice.source})")
+    folder = _folder(out, contest)
+    try:
+        _train_all(contest, plan, folder)
+    finally:
+        summaries = _summaries(plan, folder)
+        if summaries:
+            _show(contest, summaries, settings, folder)
+        ended = sum(len(one.losses) + len(one.diverged) for one in summaries)
+        if ended < len(plan.runs):
+            print(f"interrupted: {ended} of {len(plan.runs)} runs ended", flush=True)
+    return summaries
+
+
+def sweep_rates(
+    contest: Contest, settings: Settings, methods: Iterable[str], lr: float | None, out: Path | None
+) -> None:
+    """Try all learning rates, and write the losses down, even if it was interrupted."""
+    plan, folder = Plan(settings, plan_sweep(methods, lr)), _folder(out, contest)
+    try:
+        _train_all(contest, plan, folder)
+    finally:
+        found: dict[str, dict[float, float | None]] = {}
+        for one in _summaries(plan, folder):
+            found.setdefault(one.method, {})[one.lr] = one.loss
+        _show_sweep(save_sweep(settings, found))
+
+
+def _train_all(contest: Contest, plan: Plan, folder: Path) -> None:
+    save_plan(plan, folder)
+    print(f"records: {folder}/*.jsonl", flush=True)
+    with contest.watch(plan, folder):
+        code = start_ranks(plan.settings, folder)
+    if code:
+        raise BenchError(f"the ranks ended with exit code {code}; see above. What they noted is in {folder}.")
+
+
+def _summaries(plan: Plan, folder: Path) -> list[Summary]:
+    return summarise({run: read_history(run, folder) for run in plan.runs})
+
+
+def _show(contest: Contest, summaries: Sequence[Summary], settings: Settings, folder: Path) -> None:
+    table = contest.tabulate(summaries)
+    print()
+    print_table(contest.title(settings), table.columns, table.rows, sys.stdout)
+    print(table.legend)
+    for one in summaries:
+        for reason in one.diverged:
+            print(f"{one.method} diverged {reason}")
+    _draw(contest, summaries, settings, folder / f"{contest.name}.png")
+
+
+def _draw(contest: Contest, summaries: Sequence[Summary], settings: Settings, file: Path) -> None:
+    if not can_draw():
+        print("no plot: it needs matplotlib, the extra `report`: `pip install '.[report]'` in the checkout")
+    elif find_common_loss(summaries) is not None:
+        contest.draw(summaries, contest.title(settings), file, contest.baseline)
+        print(f"plot: {file}", flush=True)
+
+
+def _show_sweep(known: Mapping[str, Swept]) -> None:
+    rows = []
+    for name, swept in known.items():
+        for lr, loss in swept.losses.items():
+            best = "" if lr != swept.best else "best, at the edge" if swept.is_at_edge else "best"
+            rows.append((name, f"{lr:g}", "diverged" if loss is None else f"{loss:.4f}", best))
+    print()
+    print_table("learning rates", ("method", "lr", "val loss", ""), rows, sys.stdout)
+    print(f"written to {RATES_FILE.name}")
+
+
+def describe(settings: Settings) -> str:
+    """Return what was trained, in a line."""
+    link = "one host" if settings.rate is None else f"links of {settings.rate} ({settings.links})"
+    held = "sharded in the node" if settings.shard else "whole on every rank"
+    tokens = settings.windows * find_size(settings.size).context
+    paced = f", {settings.compute_ms:g} ms of computing" if settings.compute_ms else ""
+    length = f"{settings.steps} steps" if settings.seconds is None else f"{settings.seconds:g} s"
+    slowed = f", one node {settings.straggler_percent:g} % slower" if settings.straggler_percent else ""
+    return (
+        f"{settings.size} GPT, {held}, {settings.nodes} nodes x {settings.ranks_per_node} ranks ({settings.launcher}), "
+        f"{link}, {length}, {tokens} bytes a rank and step{paced}{slowed}"
+    )
+
+
+def _folder(out: Path | None, contest: Contest) -> Path:
+    """Return a folder that is there, and was not used by another run."""
+    folder = out or Path("runs") / f"bench-{contest.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}. Give --out another folder.") from error
+    if any(folder.glob("*.jsonl")):
+        raise UsageError(f"{folder} holds the records of another run: give --out another folder.")
+    return folder

@@ -1,0 +1,201 @@
+"""One run of a method, as every rank does it: steps, looked at from time to time.
+
+All ranks decide alike, from numbers that all of them hold, so none is left waiting when a method diverges.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from bench.collectives.command import describe_world
+from bench.step.measure import hold_same_bits
+from bench.train.all_methods import LINEUP
+from bench.train.plan import EVALUATIONS, INTERVALS, Settings
+from bench.train.records import Ending, Evaluation, Interval, Record, Start
+from bench.train.schedule import Forecast
+from bench.train.training_run import Trainee
+from flexcomm import NonFiniteError, SyncError, Topology, World
+
+_FP32_NBYTES = 4
+
+
+class DivergedError(Exception):
+    """A loss or a gradient is not finite; raised by all ranks together."""
+
+
+class Seen(NamedTuple):
+    """What one rank saw of some steps, or all ranks did."""
+
+    loss: float
+    train_s: float
+    waiting_s: float
+    codec_s: float
+    sent_nbytes: float
+    compute_s: float
+
+
+@dataclass
+class Totals:
+    """What training took so far: steps, seconds of the slowest rank, bytes a node sent, a mean rank's computation."""
+
+    step: int = 0
+    train_s: float = 0.0
+    sent_nbytes: float = 0.0
+    compute_s: float = 0.0
+
+
+def train(trainee: Trainee, note: Callable[[Record], None]) -> None:
+    """Train to the last step, or until it diverges, and note everything: the same records on every rank."""
+    totals, diverged = Totals(), ""
+    note(_start(trainee))
+    try:
+        _train_to_the_end(trainee, totals, note)
+    except DivergedError as error:
+        diverged = str(error)
+    note(_ending(trainee, totals, diverged))
+
+
+def _train_to_the_end(trainee: Trainee, totals: Totals, note: Callable[[Record], None]) -> None:
+    note(_evaluate(trainee, totals))
+    stops = _stops_by_step(trainee.settings) if trainee.forecast is None else _stops_by_time(trainee, trainee.forecast)
+    for end, evaluates in stops:
+        begin, seen = totals.step, train_between(trainee, totals.step, end)
+        totals.step, totals.train_s = end, totals.train_s + seen.train_s
+        totals.sent_nbytes += seen.sent_nbytes
+        totals.compute_s += seen.compute_s
+        if trainee.forecast is not None:
+            trainee.forecast.update(end, totals.train_s)
+        if evaluates():
+            note(_evaluate(trainee, totals))
+        note(_interval(trainee, seen, begin, end))
+
+
+def _stops_by_step(settings: Settings) -> Iterator[tuple[int, Callable[[], bool]]]:
+    """Yield the steps at which a run is looked at, each with whether it is evaluated there."""
+    for end in settings.stops()[1:]:
+        yield end, partial(settings.evaluates_at, end)
+
+
+def _stops_by_time(trainee: Trainee, forecast: Forecast) -> Iterator[tuple[int, Callable[[], bool]]]:
+    """Yield the same for a run that lasts some seconds, as the forecast that its caller updates tells."""
+    rounds = LINEUP[trainee.run.method].meets_every
+    evaluated_s = 0.0
+
+    def is_over() -> bool:
+        return forecast.steps_left(forecast.seconds) < rounds / 2
+
+    def evaluates() -> bool:
+        return is_over() or forecast.train_s >= evaluated_s + forecast.seconds / EVALUATIONS
+
+    while not is_over():
+        steps = rounds * max(1, round(forecast.steps_left(forecast.seconds / INTERVALS) / rounds))
+        yield forecast.step + steps, evaluates
+        if evaluates():
+            evaluated_s = forecast.train_s
+
+
+def train_between(trainee: Trainee, begin: int, end: int) -> Seen:
+    """Take the steps from ``begin`` to ``end``, and return what all ranks saw of them."""
+    world = trainee.world
+    world.control.barrier().wait()
+    before, compute_before_s, begin_s = world.stats(), trainee.compute_s, time.perf_counter()
+    loss = torch.zeros((), device=world.device)
+    try:
+        for number in range(begin, end):
+            loss += trainee.step(number)
+    except (NonFiniteError, SyncError) as error:
+        if trainee.is_decentralized:
+            # Only nodes that were to hear of it raise. The others wait for them, and the end of the job ends that.
+            raise
+        raise DivergedError(f"before step {end}: NaN, infinity or too large a number was to be sent") from error
+    train_s, after = time.perf_counter() - begin_s, world.stats()
+    took = {name: after[name] - before[name] for name in before}
+    own = Seen(
+        loss=float(loss) / (end - begin),
+        train_s=train_s,
+        waiting_s=took["waiting_s"],
+        codec_s=took["encode_s"] + took["decode_s"],
+        sent_nbytes=took["inter_sent_bytes"],
+        compute_s=trainee.compute_s - compute_before_s,
+    )
+    seen = over_all_ranks(own, world)
+    if not math.isfinite(seen.loss):
+        raise DivergedError(f"before step {end}: the training loss is {seen.loss}")
+    return seen
+
+
+def over_all_ranks(own: Seen, world: World) -> Seen:
+    """Return the mean loss and computation, seconds of the slowest rank, and the bytes of a node: the mean of nodes."""
+    rows = world.control.all_gather(torch.tensor(own, dtype=torch.float64)).wait()
+    mean, slowest, total = (Seen(*row.tolist()) for row in (rows.mean(dim=0), rows.amax(dim=0), rows.sum(dim=0)))
+    sent_nbytes = total.sent_nbytes / world.topology.nodes
+    return slowest._replace(loss=mean.loss, sent_nbytes=sent_nbytes, compute_s=mean.compute_s)
+
+
+def tokens_per_step(trainee: Trainee) -> int:
+    return trainee.settings.windows * trainee.size.context * trainee.world.topology.size
+
+
+def allreduce_nbytes(numel: int, place: Topology) -> float:
+    """Return what a node must send to others for an all-reduce of so many numbers in fp32: a ring of nodes."""
+    return 2 * (place.nodes - 1) / place.nodes * numel * _FP32_NBYTES
+
+
+def _start(trainee: Trainee) -> Start:
+    run, world = trainee.run, trainee.world
+    return Start(
+        method=run.method,
+        lr=run.lr,
+        seed=run.seed,
+        parameters=trainee.parameter_count(),
+        parameters_per_rank=trainee.parameters_per_rank(),
+        allreduce_nbytes=allreduce_nbytes(trainee.parameter_count(), world.topology),
+        world=describe_world(world),
+        corpus=trainee.corpus.describe(),
+    )
+
+
+def _interval(trainee: Trainee, seen: Seen, begin: int, end: int) -> Interval:
+    steps = end - begin
+    sent = seen.sent_nbytes / steps
+    dense = allreduce_nbytes(trainee.parameter_count(), trainee.world.topology)
+    return Interval(
+        step=end,
+        loss=seen.loss,
+        step_s=seen.train_s / steps,
+        tokens_per_s=steps * tokens_per_step(trainee) / seen.train_s,
+        waiting_s=seen.waiting_s / steps,
+        codec_s=seen.codec_s / steps,
+        sent_nbytes=sent,
+        fewer=dense / sent if sent else None,
+        compute_s=seen.compute_s / steps,
+    )
+
+
+def _ending(trainee: Trainee, totals: Totals, diverged: str) -> Ending:
+    with trainee.averaged():
+        equal = hold_same_bits(trainee.whole_parameters(), trainee.world)
+    return Ending(
+        steps=totals.step,
+        train_s=totals.train_s,
+        tokens=totals.step * tokens_per_step(trainee),
+        sent_nbytes=totals.sent_nbytes,
+        gradient_elements=trainee.gradient_elements,
+        replicas_equal=equal,
+        diverged=diverged,
+        compute_s=totals.compute_s,
+        # Of replicas that are no numbers any more, there is none.
+        consensus_distance=None if diverged else trainee.consensus_distance(),
+    )
+
+
+def _evaluate(trainee: Trainee, totals: Totals) -> Evaluation:
+    loss = trainee.evaluate()
+    if not math.isfinite(loss):
+        raise DivergedError(f"at step {totals.step}: the validation loss is {loss}")
+    return Evaluation(totals.step, loss, totals.train_s, totals.sent_nbytes)
