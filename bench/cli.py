@@ -37,7 +37,7 @@ SUBCOMMANDS = (
     Subcommand(
         "collectives", "bench.collectives.command", "collectives", "Averaging a tensor, by size and compressor."
     ),
-    Subcommand("sync", "bench.sync.command", "sync", "What a synchronisation costs beside its bytes."),
+    Subcommand("sync", "bench.sync", "sync", "What a synchronisation costs beside its bytes."),
     Subcommand("step", "bench.step.command", "step", "The communication of one optimizer step, beside that of others."),
     Subcommand(
         "optimizer",
@@ -49,7 +49,7 @@ SUBCOMMANDS = (
     Subcommand("train", "bench.train.command", "train", "Train a small GPT by several methods, beside AdamW."),
     Subcommand(
         "decentralized",
-        "bench.decentralized.command",
+        "bench.decentralized",
         "decentralized",
         "Train a small GPT by decentralized Adam, beside All-Reduce.",
     ),

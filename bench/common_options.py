@@ -1,4 +1,4 @@
-"""What every subcommand does alike: ``--json``, ``--quick`` and ``--check``.
+"""Options, results and command-line parsing that the subcommands share: ``--json``, ``--quick`` and ``--check``.
 
 A subcommand takes the three options, returns a ``Report``, and hands it to ``conclude``.
 """
@@ -25,6 +25,11 @@ JsonOption = Annotated[
 QuickOption = Annotated[bool, typer.Option("--quick", help="Measure less, in under a minute.")]
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Compare with bench/targets.toml; exit with 1 and name the figures that miss.")
+]
+
+LinkOption = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="What a node's link carries, such as 1gbit; an emulated cable says it itself."),
 ]
 
 _PACKAGES = ("flexcomm", "torch", "numpy", "numba", "mpi4py")
@@ -105,3 +110,25 @@ def _version_or_none(package: str) -> str | None:
 def _say(line: str) -> None:
     # Standard error: a subcommand's output may be piped into a file.
     print(line, file=sys.stderr)
+
+
+def split_words(option: str, text: str) -> list[str]:
+    """Return the words of a list; an empty one is an error."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise UsageError(f"got {option} {text!r}, needed at least one word, with commas between.")
+    return words
+
+
+def parse_counts(option: str, text: str) -> list[int]:
+    """Return the whole numbers of a list."""
+    words = split_words(option, text)
+    if not all(word.isdecimal() for word in words):
+        raise UsageError(f"got {option} {text!r}, needed whole numbers, with commas between.")
+    return [int(word) for word in words]
+
+
+def check_count(option: str, number: int, least: int) -> None:
+    """Raise unless ``number`` is a count the option can have."""
+    if number < least:
+        raise UsageError(f"got {option} {number}, needed {least} or more.")

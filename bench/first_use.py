@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from bench.cluster.loopback import run_on_loopback
+from bench.cluster.launchers import run_on_loopback
 from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.errors import BenchError
 from bench.tables import print_table

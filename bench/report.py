@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from bench.cluster.cluster import shell_code
+from bench.cluster.launchers import shell_code
 from bench.cluster.netns import check_available
 from bench.errors import BenchError, UsageError
 

@@ -41,3 +41,11 @@ def _print_drawn(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     for row in rows:
         table.add_row(*row)
     Console(file=stream).print(table)
+
+
+def show_size(nbytes: int) -> str:
+    """Return whole multiples of K, M or G by their letter, as the options take them."""
+    for unit, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
+        if nbytes % unit == 0 and nbytes >= unit:
+            return f"{nbytes // unit}{letter}"
+    return str(nbytes)

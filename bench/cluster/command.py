@@ -8,11 +8,9 @@ import typer
 
 from bench.cluster import stale_clusters
 from bench.cluster.cluster import Cluster, ClusterSpec, open_cluster
-from bench.cluster.launchers import Launcher, find_launcher, parse_launcher
-from bench.cluster.links import Traffic
-from bench.cluster.loopback import run_on_loopback
+from bench.cluster.launchers import Launcher, find_launcher, parse_launcher, run_on_loopback
+from bench.cluster.links import Traffic, format_rate
 from bench.cluster.netns import check_available
-from bench.cluster.rates import format_rate
 from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.errors import UsageError
 from bench.tables import print_table

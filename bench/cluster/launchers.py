@@ -1,10 +1,12 @@
-"""Where the launchers are, and how to start ranks on this one host with each of them."""
+"""Launchers: where they are, and how to start ranks on this one host, with one of them or without."""
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -14,6 +16,7 @@ from typing import Literal, get_args
 from bench.errors import LauncherMissingError, UsageError
 
 Launcher = Literal["openmpi", "mpich", "torchrun"]
+_MOST_NODES = 250
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
@@ -122,3 +125,84 @@ def _version_text(program: Path) -> str:
 
 def _missing(launcher: Launcher, install: str) -> str:
     return f"the launcher {launcher} was not found in {sys.prefix} nor on the PATH. Install it: `{install}`."
+
+
+_LAUNCHER_GRACE_S = 5.0
+
+
+def run_on_loopback(command: Sequence[str], *, nodes: int, ranks_per_node: int, launcher: Launcher) -> int:
+    """Run ``command`` as all ranks of the cluster on this host, and return its exit code.
+
+    ``flexcomm.connect()`` reads FLEXCOMM_RANKS_PER_NODE and takes each group of that many ranks for a node.
+    """
+    check_counts(nodes, ranks_per_node)
+    launch = mpirun_command(launcher, nodes * ranks_per_node)
+    env = {**launch.full_env(), "FLEXCOMM_RANKS_PER_NODE": str(ranks_per_node)}
+    with subprocess.Popen([*launch.argv, *command], env=env) as process:
+        try:
+            return shell_code(process.wait())
+        finally:
+            _end_launcher(process)
+
+
+def _end_launcher(process: "subprocess.Popen[bytes]") -> None:
+    """End the launcher if it still runs, giving it time to end its ranks."""
+    process.terminate()
+    try:
+        process.wait(_LAUNCHER_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+_RANKS = 2
+_RANK_GRACE_S = 10.0
+"""How long a rank may take to finish a call that is under way and print what it has."""
+
+
+def start_two_ranks() -> int:
+    """Run this very command as two ranks of one node each, and return the code that rank 0 exits with."""
+    command = [sys.executable, "-m", "bench", *sys.argv[1:]]
+    port = _free_port()
+    ranks = [subprocess.Popen(command, env={**os.environ, **_announce(rank, port)}) for rank in range(_RANKS)]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        _end_ranks(ranks)
+    return shell_code(next((code for code in codes if code), 0))
+
+
+def _announce(rank: int, port: int) -> dict[str, str]:
+    numbers = {"RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": _RANKS, "MASTER_PORT": port}
+    words = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "FLEXCOMM_RANKS_PER_NODE": "1"}
+    return {**{name: str(number) for name, number in numbers.items()}, **words}
+
+
+def _end_ranks(ranks: list["subprocess.Popen[bytes]"]) -> None:
+    """End the ranks that still run. Of two signals, a terminal's and ours, they heed the first."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGINT)
+    for rank in ranks:
+        try:
+            rank.wait(_RANK_GRACE_S)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_counts(nodes: int, ranks_per_node: int) -> None:
+    """Raise unless that many nodes and ranks make a cluster."""
+    if not 1 <= nodes <= _MOST_NODES:
+        raise UsageError(f"got {nodes} nodes, needed 1 to {_MOST_NODES}: give --nodes a number in that range.")
+    if ranks_per_node < 1:
+        raise UsageError(f"got {ranks_per_node} ranks per node, needed at least 1: give --ranks-per-node 1 or more.")
+
+
+def shell_code(returncode: int) -> int:
+    """Return the exit code a shell would show: 128 and the signal's number for a process that a signal ended."""
+    return returncode if returncode >= 0 else 128 - returncode

@@ -28,7 +28,7 @@ from bench.errors import ClusterUnavailableError
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "util-linux"}
 _END_S = 10.0
 
-_KEEPER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("namespace_holder.py"))]
+_NAMESPACE_HOLDER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("programs.py")), "hold"]
 
 _NODE = """
 set -e
@@ -139,7 +139,7 @@ def _write_host_files(folder: Path, names: Sequence[str], addresses: Sequence[st
 def _keeper() -> Iterator[int]:
     """Hold the keeper, and yield its pid; see [Note: who keeps what alive]."""
     unshare = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    with background([*unshare, "--", *_KEEPER]) as process:
+    with background([*unshare, "--", *_NAMESPACE_HOLDER]) as process:
         try:
             await_ready(process)
             yield process.pid

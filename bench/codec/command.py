@@ -12,11 +12,9 @@ from typing import NamedTuple
 import torch
 import typer
 
-from bench.codec.allocator import keep_freed_memory
-from bench.codec.bits import NODES, Weight, bits_of, measure_weights
 from bench.codec.memory import VERBS, MemoryUnknownError, measure_memory
-from bench.codec.speed import Race, geometries, race_decode, race_encode
-from bench.codec.value_errors import measure_losses
+from bench.codec.payloads import NODES, Weight, bits_of, measure_losses, measure_weights
+from bench.codec.speed import Race, geometries, keep_freed_memory, race_decode, race_encode
 from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.tables import print_table
 

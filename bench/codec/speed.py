@@ -1,19 +1,34 @@
-"""Ours against the published operations: encode, and decode with averaging."""
+"""Speed of encode, and of decode with averaging: ours beside the published operations.
 
+glibc maps every block of more than 32 MiB afresh and gives it back when it is freed, so an operation that returns so
+large a tensor pays for finding its pages, about as much as for the arithmetic. Smaller blocks are kept and used again.
+A float32 tensor of 8.4 M elements is just above that border; ``keep_freed_memory`` removes it.
+"""
+
+import ctypes
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bench.codec.codecs import CHUNK, Ours, Published, find_agreement
-from bench.codec.timing import Seconds, take_turns
 from bench.errors import BenchError
 from flexcomm import demo
 
 _SAME_SELECTION = 0.999
 """Both transforms round differently, so of two nearly equal coefficients either may be sent."""
+
+
+class Seconds(NamedTuple):
+    """Medians over rounds. CPU seconds do not count what others on the machine took."""
+
+    wall_s: float
+    cpu_s: float
 
 
 @dataclass(frozen=True)
@@ -96,3 +111,35 @@ def race_decode(geometry: Geometry, nodes: Sequence[int], rounds: int) -> list[R
 def draw_gradient(shape: tuple[int, ...], seed: int) -> Tensor:
     """Return normally distributed elements; of a matrix or flat, the same for the same seed."""
     return torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(seed)).view(shape)
+
+
+def take_turns(bodies: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Seconds]:
+    """Time the bodies one after the other, ``rounds`` times, so that whatever else the machine does falls on all alike.
+
+    One more round comes first and does not count: it compiles, and finds pages.
+    """
+    measured = [{name: _time_once(body) for name, body in bodies.items()} for _ in range(rounds + 1)][1:]
+    return {
+        name: Seconds(median(one[name].wall_s for one in measured), median(one[name].cpu_s for one in measured))
+        for name in bodies
+    }
+
+
+def _time_once(body: Callable[[], object]) -> Seconds:
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    body()
+    return Seconds(time.perf_counter() - wall_s, time.process_time() - cpu_s)
+
+
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
+_NEVER_TRIM = (1 << 31) - 1
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc keep what is freed, however large, until the process ends; False if this is no glibc."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, _NEVER_TRIM))

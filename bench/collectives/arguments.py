@@ -128,9 +128,3 @@ def parse_algorithm(name: str) -> Algorithm:
             found: Algorithm = algorithm
             return found
     raise UsageError(f"got --algorithm {name!r}, needed one of {', '.join(get_args(Algorithm))}.")
-
-
-def check_count(option: str, number: int, least: int) -> None:
-    """Raise unless ``number`` is a count the option can have."""
-    if number < least:
-        raise UsageError(f"got {option} {number}, needed {least} or more.")

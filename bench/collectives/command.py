@@ -19,11 +19,10 @@ import torch
 import typer
 
 import flexcomm
-from bench.cluster.node_link import Link, find_link
-from bench.cluster.two_ranks import start_two_ranks
+from bench.cluster.launchers import start_two_ranks
+from bench.cluster.links import Link, describe_link, find_link
 from bench.collectives.arguments import (
     NamedCompressor,
-    check_count,
     parse_algorithm,
     parse_compressor,
     parse_dtype,
@@ -33,10 +32,10 @@ from bench.collectives.arguments import (
 )
 from bench.collectives.measure import Case, Row, find_link_share, measure
 from bench.collectives.methods import AllReduce, Method, Sync
-from bench.collectives.output import Printer, show_number, write_csv
-from bench.collectives.plot import check_plot_possible, draw_plot
-from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
+from bench.collectives.output import Printer, check_plot_possible, draw_plot, show_number, write_csv
+from bench.common_options import CheckOption, JsonOption, LinkOption, QuickOption, Report, check_count, conclude
 from bench.errors import UsageError
+from bench.world import describe_world
 from flexcomm import InvalidArgumentError, World
 from flexcomm.sync import AlgorithmOption as Algorithm
 from flexcomm.topology import read_launcher
@@ -59,10 +58,6 @@ CompressorOption = Annotated[
 ]
 AlgorithmOption = Annotated[str, typer.Option(help="auto, gather, gatherv, reduce, two_phase or dense.")]
 DtypeOption = Annotated[str, typer.Option(help="What the tensors hold: fp32, bf16 or fp16.")]
-LinkOption = Annotated[
-    str | None,
-    typer.Option(metavar="RATE", help="What a node's link carries, such as 1gbit; an emulated cable says it itself."),
-]
 BaselinesOption = Annotated[bool, typer.Option(help="Also all-reduce everything, in fp32 and bf16.")]
 CsvOption = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the table to FILE.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the table into FILE (.png).")]
@@ -214,20 +209,6 @@ def describe(settings: Settings, world: World, link: Link | None) -> list[str]:
         f"arguments: {shlex.join(arguments) or 'none'}; {settings.iterations} iterations after {settings.warmups}",
         "time: slowest rank; effbw: dense bytes / time; wire: bytes from node to node; wirebw: a node's wire / inter",
     ]
-
-
-def describe_world(world: World) -> str:
-    """Return the topology in a line."""
-    place = world.topology
-    return (
-        f"{place.nodes} nodes x {place.local_size} ranks ({place.launcher}); inside a node {world.intra.name}, "
-        f"between nodes {world.inter.name}, all-reduce {world.control.name}"
-    )
-
-
-def describe_link(link: Link | None) -> str:
-    """Return what is known of the link."""
-    return "link unknown (--link-rate)" if link is None else f"link {link}"
 
 
 def conclude_lines(findings: Findings, total: int) -> list[str]:

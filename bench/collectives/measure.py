@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.cluster.node_link import Link
+from bench.cluster.links import Link
 from bench.collectives.inputs import count_wrong, expect_average, make_input
 from bench.collectives.methods import Method, Plan
 from flexcomm import TensorSpec, Topology, World

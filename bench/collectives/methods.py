@@ -3,17 +3,16 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from bench.collectives.arguments import DTYPES, NamedCompressor
-from flexcomm import TensorSpec, Topology, Transport, World, dense, start_sync
+from bench.world import crossing_nbytes, everybody
+from flexcomm import TensorSpec, World, dense, start_sync
 from flexcomm.codec import plan_tensor
 from flexcomm.kernels import Selection, TensorPlan
 from flexcomm.sync import BUCKET_BYTES
 from flexcomm.sync import AlgorithmOption as Algorithm
 from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
-from flexcomm.transport import TorchTransport
 
 
 class Cost(NamedTuple):
@@ -65,7 +64,7 @@ class Sync:
         return self.asked.name
 
     def plan(self, spec: TensorSpec) -> Plan:
-        buckets = self._routes(spec)
+        buckets = self._plan_buckets(spec)
         plans = [bucket.buffers[self.world.intra.rank] for bucket in buckets]
         counts = [plan.count for plan in plans]
         whole = plan_tensor(spec, self.asked.compressor)
@@ -82,8 +81,8 @@ class Sync:
         times = (record.encode_s, record.intra_s, record.inter_s, record.decode_s)
         return out, Cost(record.inter_sent_bytes, record.payload_bytes, *times)
 
-    def _routes(self, spec: TensorSpec) -> tuple[BucketPlan, ...]:
-        request = SyncSettings(
+    def _plan_buckets(self, spec: TensorSpec) -> tuple[BucketPlan, ...]:
+        settings = SyncSettings(
             specs=(spec,),
             compressor=self.asked.compressor,
             average="nodes",
@@ -92,7 +91,7 @@ class Sync:
             bucket_bytes=BUCKET_BYTES,
             has_residuals=False,
         )
-        return plan_buckets(request, self.world.inter.size, self.world.intra.size)
+        return plan_buckets(settings, self.world.inter.size, self.world.intra.size)
 
 
 @dataclass(frozen=True)
@@ -116,20 +115,3 @@ class AllReduce:
         everybody(self.world).all_reduce(buffer).wait()
         out = buffer.to(x.dtype).div_(place.size)
         return out, Cost(crossing_nbytes(buffer.nbytes, place), buffer.nbytes)
-
-
-def crossing_nbytes(nbytes: float, place: Topology) -> float:
-    """Return what a rank sends to other nodes, on average, when all ranks add up ``nbytes``.
-
-    The least there is: a ring of ranks in order, in which one rank of a node talks to the next node.
-    """
-    return 2 * (place.size - 1) / place.size * nbytes / place.local_size if place.nodes > 1 else 0.0
-
-
-def everybody(world: World) -> Transport:
-    """Return what joins all ranks by the same kind of cable that joins nodes."""
-    if world.device.type == "cuda":
-        group = torch.distributed.group.WORLD
-        assert group is not None, "connect() starts torch's default group"  # noqa: S101  (our own invariant)
-        return TorchTransport(group, "nccl", world.control.timeout_s)
-    return world.control

@@ -17,9 +17,8 @@ import typer
 from bench.cluster import Cluster, ClusterSpec, open_cluster
 from bench.cluster.launchers import Launcher, find_launcher, parse_launcher
 from bench.cluster.netns import check_available
-from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
+from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude, parse_counts, split_words
 from bench.tables import print_table
-from bench.words import parse_counts, split_words
 
 _SHARES = {"link_share_100mbit": "100mbit", "link_share_1gbit": "1gbit"}
 _FIGURES = frozenset({*_SHARES, "growth_over_linear"})

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.cluster.rates import parse_rate
+from bench.cluster.links import parse_rate
 from bench.train.comparison import Table
 from bench.train.plan import Settings
 from bench.train.summary import Point, Summary, find_baseline, seconds_to

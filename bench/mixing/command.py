@@ -14,9 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.cluster.loopback import run_on_loopback
-from bench.collectives.arguments import check_count
-from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
+from bench.cluster.launchers import run_on_loopback
+from bench.common_options import CheckOption, JsonOption, QuickOption, Report, check_count, conclude
 from bench.errors import BenchError
 from bench.tables import print_table
 

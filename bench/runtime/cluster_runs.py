@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from bench.cluster import ClusterSpec, open_cluster
 from bench.cluster.launchers import Launcher
-from bench.cluster.rates import parse_rate
+from bench.cluster.links import parse_rate
 from bench.errors import UsageError
 from bench.runtime.fit import Calibration
-from bench.runtime.found import Found, read_found
-from bench.runtime.plan import Job, Load, write_jobs
+from bench.runtime.plan import Found, Job, Load, read_found, write_jobs
 
 FIGURE_METHODS = ("all-reduce", "exponential")
 FIGURE_STRAGGLER = 0.2

@@ -19,8 +19,16 @@ import typer
 from bench.cluster import ClusterSpec
 from bench.cluster.launchers import find_launcher, parse_launcher
 from bench.cluster.netns import check_available
-from bench.collectives.arguments import check_count
-from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
+from bench.common_options import (
+    CheckOption,
+    JsonOption,
+    QuickOption,
+    Report,
+    check_count,
+    conclude,
+    parse_counts,
+    split_words,
+)
 from bench.errors import UsageError
 from bench.runtime.cluster_runs import (
     FIGURE_METHODS,
@@ -34,9 +42,8 @@ from bench.runtime.cluster_runs import (
 )
 from bench.runtime.fit import Fitted, fit
 from bench.runtime.plan import METHODS, USUAL_METHODS, Job, Load
-from bench.runtime.tables import COLUMNS, Row, format_rows, make_rows, write_markdown
+from bench.runtime.predictions import COLUMNS, Row, format_rows, make_rows, write_markdown
 from bench.tables import print_table
-from bench.words import parse_counts, split_words
 
 FIGURES = frozenset({"worst_error", "decentralized_of_bound", "straggler_speedup"})
 _WARMUPS = 4

@@ -12,8 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from bench.runtime.found import HostCosts
-from bench.runtime.plan import ELEMENT_NBYTES, Load
+from bench.runtime.plan import ELEMENT_NBYTES, HostCosts, Load
 from flexdemo.runtime import AlphaBeta, Compression, LinkTable
 
 _PAIR = 2

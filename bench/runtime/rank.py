@@ -5,17 +5,130 @@
 
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
+from torch import Tensor
 
 import flexcomm
-from bench.runtime.calibrate import measure_host, measure_links
-from bench.runtime.found import Found, write_found
-from bench.runtime.methods import make_contestant
-from bench.runtime.paced import PacedModel
-from bench.runtime.plan import Job, read_jobs
-from flexcomm import World
+from bench.runtime.methods import (
+    AllReduceTraining,
+    Contestant,
+    DecentralizedTraining,
+    FlexDeMoTraining,
+    PacedModel,
+    make_contestant,
+)
+from bench.runtime.plan import ELEMENT_NBYTES, Found, HostCosts, Job, Load, read_jobs, write_found
+from flexcomm import World, gossip, start_mix
+from flexcomm.gossip import Phase, Schedule
+from flexdemo.runtime import LinkTable
+
+_BUCKET_SHARES = (0.25, 1.0, 2.0)
+_PAYLOAD_SHARES = (1 / 256, 1 / 64, 1 / 16)
+_PAIR = 2
+_WARMUP_ROUNDS = 2
+
+
+def measure_links(load: Load, world: World, rounds: int) -> list[LinkTable]:
+    """Return the tables of all exchanges that methods on this cluster are made of. All ranks call it together."""
+    nodes, inter = world.topology.nodes, world.inter
+    buckets = [int(share * load.bucket_nbytes) for share in _BUCKET_SHARES]
+    payloads = [int(share * load.bucket_nbytes) for share in _PAYLOAD_SHARES]
+    kinds: list[tuple[str, int, list[int], Callable[[Tensor], object]]] = [
+        ("group", _PAIR, buckets, lambda x: _swap(x, gossip.ring(nodes), world)),
+        ("all-reduce", nodes, buckets, lambda x: inter.all_reduce(x).wait()),
+        ("gather", nodes, payloads, lambda x: inter.all_gather(x).wait()),
+    ]
+    if nodes > _PAIR:
+        kinds.append(("group", nodes, buckets, lambda x: _swap(x, gossip.complete(nodes), world)))
+    return [_measure_link(*kind, world, rounds) for kind in kinds]
+
+
+def _swap(x: Tensor, schedule: Schedule, world: World) -> None:
+    """Return when everything has arrived; joining it is the host's work, and counted there."""
+    start_mix(x, schedule, 0, world=world, out=x).arrive()
+
+
+def _measure_link(
+    link: str, k: int, sizes: Sequence[int], exchange: Callable[[Tensor], object], world: World, rounds: int
+) -> LinkTable:
+    tensors = [torch.zeros(size // ELEMENT_NBYTES) for size in sizes]
+    seconds = [_slowest_s(partial(exchange, x), world, rounds) for x in tensors]
+    return LinkTable(link, k, tuple(x.nbytes for x in tensors), tuple(seconds))
+
+
+def measure_host(load: Load, world: World, rounds: int) -> HostCosts:
+    """Return what iterations cost the host. All ranks call it together."""
+    idle, nodes = replace(load, forward_s=0.0, backward_s=0.0), world.topology.nodes
+    model = partial(PacedModel, idle, world.topology.node)
+    alone = DecentralizedTraining(model(), world, _silent(nodes, _WARMUP_ROUNDS + rounds), "step")
+    flexdemo = partial(_flexdemo_costs, FlexDeMoTraining(model(), world, overlap=False), idle.buckets, world)
+    encode_s, decode_s, rest_s, payload_nbytes = _medians(_gather(flexdemo, world, rounds).mean(dim=0))
+    (mix_s,) = _medians(_gather(partial(_mix_costs, idle, world), world, rounds).mean(dim=0))
+    all_reduce = AllReduceTraining(model(), world, talks=False)
+    return HostCosts(
+        all_reduce_s=_slowest_s(partial(all_reduce.iterate, 1.0), world, rounds),
+        decentralized_s=_slowest_s(partial(alone.iterate, 1.0), world, rounds),
+        mix_s=idle.buckets * mix_s,
+        encode_s=encode_s,
+        decode_s=decode_s,
+        flexdemo_s=rest_s,
+        payload_nbytes=payload_nbytes,
+    )
+
+
+def _silent(nodes: int, steps: int) -> Schedule:
+    """Return a schedule in which nobody meets for so many steps; one in which nobody ever does would be refused."""
+    return Schedule("silent", nodes, (Phase(),) * (steps + 1) + gossip.complete(nodes).phases)
+
+
+def _mix_costs(load: Load, world: World) -> list[float]:
+    # Not zeros, whose pages would be there only once they are written, while the clock runs.
+    x = torch.ones(load.bucket_nbytes // ELEMENT_NBYTES)
+    handle = start_mix(x, gossip.ring(world.topology.nodes), 0, world=world, out=x)
+    handle.arrive()
+    return [_seconds_of(handle.wait)]
+
+
+def _flexdemo_costs(contestant: Contestant, buckets: int, world: World) -> list[float]:
+    """Return the seconds of an iteration by what was done in them, and a bucket's payload."""
+    total_s = _seconds_of(lambda: contestant.iterate(1.0))
+    records = world.recent_syncs()[-buckets:]
+    encode_s, decode_s, waiting_s = (
+        sum(record[name] for record in records) for name in ("encode_s", "decode_s", "waiting_s")
+    )
+    return [encode_s, decode_s, total_s - encode_s - decode_s - waiting_s, records[0]["payload_bytes"]]
+
+
+def _slowest_s(call: Callable[[], object], world: World, rounds: int) -> float:
+    """Return the median, over rounds, of the seconds that the slowest rank took."""
+    (seconds,) = _medians(_gather(lambda: [_seconds_of(call)], world, rounds).amax(dim=0))
+    return seconds
+
+
+def _gather(measure: Callable[[], list[float]], world: World, rounds: int) -> Tensor:
+    """Return what all ranks measured, ``[ranks, rounds, numbers]``; they begin a round together."""
+    seen = []
+    for _ in range(_WARMUP_ROUNDS + rounds):
+        world.control.barrier().wait()
+        seen.append(measure())
+    return world.control.all_gather(torch.tensor(seen[_WARMUP_ROUNDS:], dtype=torch.float64)).wait()
+
+
+def _medians(numbers: Tensor) -> list[float]:
+    """Return that of each column of ``[rounds, numbers]``."""
+    return [median(column) for column in numbers.T.tolist()]
+
+
+def _seconds_of(call: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    call()
+    return time.perf_counter() - begin_s
 
 
 def run_job(job: Job, world: World) -> Found:

@@ -6,28 +6,55 @@ host. All methods run in one go, one after the other, and the table shows ratios
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
 import torch
 import typer
+from torch import Tensor
 
 import flexcomm
-from bench.cluster.node_link import Link, find_link
-from bench.cluster.rates import parse_rate
-from bench.cluster.two_ranks import start_two_ranks
-from bench.collectives.arguments import check_count
-from bench.collectives.command import LinkOption, describe_link, describe_world
-from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
+from bench.cluster.launchers import start_two_ranks
+from bench.cluster.links import Link, describe_link, find_link, parse_rate, read_sent_nbytes
+from bench.common_options import CheckOption, JsonOption, LinkOption, QuickOption, Report, check_count, conclude
 from bench.errors import UsageError
-from bench.step.measure import Row, measure
-from bench.step.methods import BucketedAllReduce, Gradients, Method, Ours
-from bench.step.models import Gpt, find_model
+from bench.step.methods import BucketedAllReduce, Method, Ours
+from bench.step.models import Gradients, draw_gradients, find_model
 from bench.step.peers import PeerMissingError, PowerSgd, detonation_demo, detonation_random
 from bench.tables import print_table
+from bench.world import describe_world, hold_same_bits
 from flexcomm import Topology, World, demo, random_k
 from flexcomm.topology import read_launcher
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method took for a step: of the slowest rank, medians over steps.
+
+    ``counted_nbytes`` are those of the emulated cable's counters, if there is one, shared among a node's ranks;
+    ``own_nbytes`` those the method counts itself.
+    """
+
+    method: str
+    cable: str
+    step_s: float
+    main_cpu_s: float
+    process_cpu_s: float
+    own_nbytes: float
+    counted_nbytes: float | None
+    replicas_equal: bool
+
+    @property
+    def counted(self) -> bool:
+        return self.counted_nbytes is not None
+
+    @property
+    def sent(self) -> float:
+        """Bytes a rank sent for a step: counted, if they could be."""
+        return self.own_nbytes if self.counted_nbytes is None else self.counted_nbytes
+
 
 _K = 32
 _OURS, _SIGN, _BF16 = "demo", "demo-sign", "all-reduce-bf16"
@@ -133,13 +160,6 @@ def parse_methods(text: str) -> tuple[str, ...]:
     return tuple(name for name in METHODS if name in wanted)
 
 
-def draw_gradients(model: Gpt, world: World) -> Gradients:
-    """Return gradients that differ from rank to rank, as batches make them differ."""
-    draw = torch.Generator().manual_seed(world.topology.rank)
-    names = [name for name, _ in model.shapes()]
-    return Gradients(names, [torch.randn(shape, generator=draw) for _, shape in model.shapes()])
-
-
 def make_method(name: str, gradients: Gradients, world: World) -> Method:
     """Return a contestant; raises PeerMissingError if it is somebody's who is not here."""
     makers: dict[str, Callable[[], Method]] = {
@@ -240,3 +260,39 @@ def why_no_speedup(place: Topology, link: Link | None) -> str:
         f"its target is for {_TARGET_NODES} nodes on links of {_TARGET_RATE}: `python -m bench cluster --nodes "
         f"{_TARGET_NODES} --rate {_TARGET_RATE} -- python -m bench step`"
     )
+
+
+def measure(name: str, method: Method, iterations: int, warmups: int, world: World) -> Row:
+    """Return the same line on every rank. All ranks call it together."""
+    for _ in range(warmups):
+        method.prepare()
+        method.step()
+    world.control.barrier().wait()
+    before = read_sent_nbytes()
+    seen = torch.zeros(iterations, 3, dtype=torch.float64)
+    for iteration in range(iterations):
+        method.prepare()
+        world.control.barrier().wait()
+        seen[iteration] = torch.tensor(_time(method), dtype=torch.float64)
+    world.control.barrier().wait()
+    after = read_sent_nbytes()
+    wall_s, main_s, process_s = world.control.all_gather(seen).wait().amax(dim=0).median(dim=0).values.tolist()
+    counted = -1.0 if before is None or after is None else (after - before) / iterations / world.topology.local_size
+    own, counted = _average([method.sent_nbytes(), counted], world)
+    equal = hold_same_bits(method.results(), world)
+    return Row(name, method.cable, wall_s, main_s, process_s, own, counted if counted >= 0 else None, equal)
+
+
+def _time(method: Method) -> tuple[float, float, float]:
+    """Return seconds, processor seconds of this thread, and of all threads."""
+    begin = (time.perf_counter(), time.thread_time(), time.process_time())
+    method.step()
+    end = (time.perf_counter(), time.thread_time(), time.process_time())
+    wall_s, main_s, process_s = (then - now for now, then in zip(begin, end, strict=True))
+    return wall_s, main_s, process_s
+
+
+def _average(numbers: Sequence[float], world: World) -> list[float]:
+    total: Tensor = world.control.all_reduce(torch.tensor(numbers, dtype=torch.float64)).wait()
+    means: list[float] = (total / world.topology.size).tolist()
+    return means

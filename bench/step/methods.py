@@ -4,24 +4,18 @@ A method is made once, keeps its own state, and takes steps. Preparing a step's 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bench.collectives.methods import crossing_nbytes, everybody
+from bench.step.models import Gradients
+from bench.world import crossing_nbytes, everybody
 from flexcomm import Compressor, Residuals, World, hierarchical_sync
 from flexcomm.kernels import Average
 
 DECAY = 0.999
 _MIB = 1 << 20
-
-
-class Gradients(NamedTuple):
-    """The gradients of one rank, by name."""
-
-    names: list[str]
-    tensors: list[Tensor]
 
 
 class Method(Protocol):

@@ -3,8 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from bench.errors import UsageError
+from flexcomm import World
 
 
 @dataclass(frozen=True)
@@ -57,3 +62,17 @@ def find_model(name: str) -> Gpt:
     if name not in MODELS:
         raise UsageError(f"got --model {name!r}, needed one of {', '.join(MODELS)}.")
     return MODELS[name]
+
+
+class Gradients(NamedTuple):
+    """The gradients of one rank, by name."""
+
+    names: list[str]
+    tensors: list[Tensor]
+
+
+def draw_gradients(model: Gpt, world: World) -> Gradients:
+    """Return gradients that differ from rank to rank, as batches make them differ."""
+    draw = torch.Generator().manual_seed(world.topology.rank)
+    names = [name for name, _ in model.shapes()]
+    return Gradients(names, [torch.randn(shape, generator=draw) for _, shape in model.shapes()])

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from bench.collectives.methods import crossing_nbytes
-from bench.step.methods import DECAY, Gradients, fill_buckets
+from bench.step.methods import DECAY, fill_buckets
+from bench.step.models import Gradients
+from bench.world import crossing_nbytes
 from flexcomm import World
 
 PEERS_COMMAND = "pip install '.[peers]'"

@@ -1,26 +1,56 @@
 """What the commands that train do alike: plan runs, start ranks, watch them, and show what came of it."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from bench.collectives.arguments import check_count
+import typer
+
+from bench.cluster import ClusterSpec, open_cluster
+from bench.cluster.launchers import check_counts, find_launcher, parse_launcher, run_on_loopback
+from bench.cluster.netns import check_available
+from bench.common_options import check_count, parse_counts
 from bench.errors import BenchError, UsageError
 from bench.tables import print_table
-from bench.train.all_methods import LINEUP
 from bench.train.learning_rates import RATES_FILE, Choice, Swept, choose_rates, save_sweep
-from bench.train.model import find_size
+from bench.train.methods import LINEUP
+from bench.train.model import SIZES, find_size
 from bench.train.plan import Plan, Run, Settings, save_plan
-from bench.train.plot import can_draw, draw_plot
 from bench.train.records import read_history
-from bench.train.start import check_start, start_ranks
-from bench.train.summary import Summary, find_common_loss, summarise
+from bench.train.summary import Summary, can_draw, draw_plot, find_common_loss, summarise
 from bench.train.watch import watching
-from bench.words import parse_counts
+from flexcomm.topology import read_launcher
+
+SizeOption = Annotated[str, typer.Option(help=f"The model: {', '.join(SIZES)}.")]
+StepsOption = Annotated[int, typer.Option(help="Optimizer steps of each run.")]
+SeedsOption = Annotated[str, typer.Option(metavar="N,...", help="A run of every method for each of these.")]
+WindowsOption = Annotated[
+    int | None, typer.Option("--batch", help="Windows a rank takes for a step; without it, what fits the size.")
+]
+RateLrOption = Annotated[
+    float | None,
+    typer.Option("--lr", help="For all methods, instead of what a sweep found; with --sweep, the only one to try."),
+]
+EvalOption = Annotated[
+    int | None, typer.Option("--eval-every", help="Steps between validations; without it, a tenth of all.")
+]
+NodesOption = Annotated[int, typer.Option(help="How many nodes.")]
+RateOption = Annotated[
+    str | None, typer.Option(metavar="RATE", help="Emulate cables of this rate, such as 100mbit; needs root.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where records and plot go; without it, below runs/.")
+]
+SweepOption = Annotated[
+    bool, typer.Option("--sweep", help="Try each method's learning rates with seed 0, and write down the losses.")
+]
+SweepStepsOption = Annotated[int, typer.Option(help="Optimizer steps of each run of a sweep.")]
+
 
 _EVALUATIONS = 10
 _EVAL_WINDOWS = 128
@@ -185,3 +215,35 @@ def _folder(out: Path | None, contest: Contest) -> Path:
     if any(folder.glob("*.jsonl")):
         raise UsageError(f"{folder} holds the records of another run: give --out another folder.")
     return folder
+
+
+def check_start(settings: Settings) -> None:
+    """Raise, before anything is written, unless ranks can be started as asked."""
+    _check_not_a_rank()
+    check_counts(settings.nodes, settings.ranks_per_node)
+    find_launcher(parse_launcher(settings.launcher))
+    if settings.rate is not None:
+        ClusterSpec(settings.nodes, settings.ranks_per_node, settings.rate)
+        if settings.links == "namespaces":
+            check_available()
+
+
+def _check_not_a_rank() -> None:
+    launcher = read_launcher(os.environ).launcher
+    if launcher != "none":
+        raise UsageError(
+            f"this process is a rank that {launcher} started, but this command starts ranks itself: run it without a "
+            f"launcher, or, on real nodes, let the launcher run `python -m bench.train.rank DIR` with the plan.json of "
+            f"another run in DIR."
+        )
+
+
+def start_ranks(settings: Settings, folder: Path) -> int:
+    """Run the plan that lies in ``folder``, and return the exit code of its ranks."""
+    command = [sys.executable, "-m", "bench.train.rank", str(folder.resolve())]
+    launcher = parse_launcher(settings.launcher)
+    nodes, ranks_per_node = settings.nodes, settings.ranks_per_node
+    if settings.rate is None or settings.links == "paced":
+        return run_on_loopback(command, nodes=nodes, ranks_per_node=ranks_per_node, launcher=launcher)
+    with open_cluster(ClusterSpec(nodes, ranks_per_node, settings.rate)) as cluster:
+        return cluster.run_attached(command, launcher=launcher)

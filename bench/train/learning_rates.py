@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.train.all_methods import LINEUP
+from bench.train.methods import LINEUP
 from bench.train.plan import Settings
 
 RATES_FILE = Path(__file__).with_name("learning_rates.json")

@@ -12,13 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from bench.collectives.command import describe_world
-from bench.step.measure import hold_same_bits
-from bench.train.all_methods import LINEUP
+from bench.train.methods import LINEUP
 from bench.train.plan import EVALUATIONS, INTERVALS, Settings
 from bench.train.records import Ending, Evaluation, Interval, Record, Start
-from bench.train.schedule import Forecast
-from bench.train.training_run import Trainee
+from bench.train.training_run import Forecast, Trainee
+from bench.world import describe_world, hold_same_bits
 from flexcomm import NonFiniteError, SyncError, Topology, World
 
 _FP32_NBYTES = 4

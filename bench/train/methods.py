@@ -3,19 +3,20 @@
 To add one: a builder and a line in ``METHODS``. Its learning rate comes from ``python -m bench train --sweep``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from bench.errors import UsageError
-from bench.train.muon import Muon
 from bench.train.plan import Settings
-from flexcomm import Compressor, World, demo, dense, random_k, striding
-from flexdemo import DistributedOptimizer, FlexDeMo, FlexDeMoAdamW, OuterOptimizer
+from flexcomm import Compressor, World, demo, dense, gossip, random_k, striding, top_k
+from flexcomm.gossip import Schedule
+from flexdemo import DecentralizedAdam, DistributedOptimizer, FlexDeMo, FlexDeMoAdamW, OuterOptimizer, attach_to_ddp
 
 BASELINE = "adamw"
 
@@ -166,3 +167,139 @@ def parse_methods(text: str, methods: Mapping[str, Method] = METHODS) -> tuple[s
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+ALLREDUCE = "allreduce-adam"
+"""The baseline."""
+ALLREDUCE_DDP = "allreduce-ddp"
+
+_BUCKET_MB = 1
+"""Of DDP: with torch's 25 MB all of a small model would leave at the end of the backward pass."""
+_GRID = (2e-3, 4e-3, 6e-3, 8e-3, 1.2e-2)
+_WINDOW_BETA1 = 0.8
+"""Of methods whose moments advance once in a window, and lag behind; see docs/decentralized.md."""
+_SHARE = 1 / 8
+_GAMMA = 0.8 * _SHARE
+
+
+def _averaged_by_ddp(groups: Groups, _world: World, lr: float, _settings: Settings) -> Optimizer:
+    return AdamW(groups, lr, BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def _into_ddp(model: nn.Module, world: World) -> nn.Module:
+    """Return the model in torch's DDP; gradients take flexcomm's way, so that their bytes are counted."""
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MB)
+    attach_to_ddp(wrapped, dense(torch.float32), world=world)
+    return wrapped
+
+
+def _mixed(schedule: Callable[[int], Schedule], **options: Any) -> Builder:
+    """Return what builds decentralized Adam, whose nodes mix by ``schedule``; options are its own."""
+
+    def build(groups: Groups, world: World, lr: float, _settings: Settings) -> Optimizer:
+        common = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "schedule": schedule(world.topology.nodes)}
+        return DecentralizedAdam(groups, lr, world=world, **{"fused": True, **common, **options})
+
+    return build
+
+
+def _accumulated(schedule: Callable[[int], Schedule]) -> Builder:
+    """Return the same, with moments that advance once in as many steps as settings say."""
+
+    def build(groups: Groups, world: World, lr: float, settings: Settings) -> Optimizer:
+        # The second moment looks back over as many steps as without a window.
+        betas = (_WINDOW_BETA1, BETAS[1] ** settings.accumulate)
+        return _mixed(schedule, accumulate=settings.accumulate, betas=betas)(groups, world, lr, settings)
+
+    return build
+
+
+_complete, _exponential, _aer = gossip.complete, gossip.base, gossip.alternating_exponential_ring
+
+_DECENTRALIZED_TABLE = (
+    Method(ALLREDUCE, "torch's AdamW on the mean gradient, sent as fp32", adamw(dense(torch.float32)), _GRID),
+    Method(
+        ALLREDUCE_DDP,
+        "the same, hidden behind the backward pass by torch's DDP; the mean is clipped, not every rank's",
+        _averaged_by_ddp,
+        _GRID,
+        wrap=_into_ddp,
+    ),
+    Method("complete", "DecentralizedAdam, all nodes average", _mixed(_complete), _GRID),
+    Method("ring", "DecentralizedAdam, one neighbour, then the other", _mixed(gossip.ring), _GRID),
+    Method("exponential", "DecentralizedAdam, one peer, at distances 1, 2, 4", _mixed(_exponential), _GRID),
+    Method("aer", "DecentralizedAdam, alternating exponential ring", _mixed(_aer), _GRID),
+    Method("static", "DecentralizedAdam, peers at all of 1, 2, 4", _mixed(gossip.static_exponential), _GRID),
+    Method(
+        "directed",
+        "DecentralizedAdam, sends to one node at 1, 2, 4, hears another",
+        _mixed(gossip.directed_exponential),
+        _GRID,
+    ),
+    Method("complete-accum", "complete, accumulated", _accumulated(_complete), _GRID),
+    Method("exponential-accum", "exponential, accumulated", _accumulated(_exponential), _GRID),
+    Method("aer-accum", "alternating exponential ring, accumulated", _accumulated(_aer), _GRID),
+    Method(
+        "choco",
+        f"DecentralizedAdam, ring, changes sent by top_k(1/8), gamma={_GAMMA:g}",
+        _mixed(gossip.fixed_ring, compressor=top_k(_SHARE), gamma=_GAMMA),
+        _GRID,
+    ),
+    Method(
+        "choco-int8",
+        "DecentralizedAdam, ring, changes sent as int8, gamma=1",
+        _mixed(gossip.fixed_ring, compressor=dense(values="int8"), gamma=1.0),
+        _GRID,
+    ),
+)
+DECENTRALIZED_METHODS: Mapping[str, Method] = {method.name: method for method in _DECENTRALIZED_TABLE}
+"""What ``--methods`` takes."""
+
+
+LINEUP: Mapping[str, Method] = {**METHODS, **DECENTRALIZED_METHODS}
+
+
+_SLOPES = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_RMS = 0.2
+"""What a step's elements come to, as AdamW's do: one learning rate serves both (arXiv 2502.16982)."""
+
+
+class Muon(Optimizer):
+    """Momentum, made orthogonal (Jordan et al., 2024), on matrices."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
+    ) -> None:  # torch's own types for parameters
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Change every matrix that has a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, param.grad, group)
+        return loss
+
+    def _step(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        ahead = gradient.lerp(momentum, group["momentum"])
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(orthogonal(ahead), alpha=-group["lr"] * _RMS * max(param.shape) ** 0.5)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return a matrix with the same singular vectors, and singular values near one, by Newton-Schulz iterations."""
+    a, b, c = _SLOPES
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x

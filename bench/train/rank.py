@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import flexcomm
-from bench.cluster.rates import parse_rate
+from bench.cluster.links import parse_rate
 from bench.train.corpus import Corpus, load_corpus
 from bench.train.loop import train
 from bench.train.plan import Plan, Run, Settings, load_plan

@@ -1,8 +1,12 @@
 """A model in training with what trains it: how it takes a step, and what it has learnt."""
 
-from collections.abc import Iterator
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +15,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from bench.train.all_methods import LINEUP
 from bench.train.corpus import Corpus, draw_batch, spread_windows
-from bench.train.model import Size, build_model, find_size, loss_of, shard_inside_node_
-from bench.train.pace import Pace
+from bench.train.methods import LINEUP
+from bench.train.model import ByteGpt, Size, build_model, find_size, loss_of, shard_inside_node_
 from bench.train.plan import INTERVALS, Run, Settings
-from bench.train.schedule import Forecast, warm_up_then_cosine
 from flexcomm import World
 from flexdemo import DecentralizedOptimizer
 from flexdemo.parameters import local
@@ -41,8 +43,8 @@ class Trainee:
     model: nn.Module
     optimizer: Optimizer
     schedule: LambdaLR
-    pace: Pace
-    forecast: Forecast | None = None
+    pace: "Pace"
+    forecast: "Forecast | None" = None
     gradient_elements: int = 0
     compute_s: float = 0.0
 
@@ -133,3 +135,104 @@ def make_trainee(run: Run, settings: Settings, corpus: Corpus, world: World) -> 
         forecast = Forecast(settings.seconds, step_s=settings.seconds / INTERVALS)
         factor = forecast.warm_up_then_cosine
     return Trainee(run, settings, corpus, world, trained, optimizer, LambdaLR(optimizer, factor), pace, forecast)
+
+
+_WARM_UP = 0.2
+_LAST = 0.1
+
+
+def warm_up_then_cosine(steps: int) -> Callable[[int], float]:
+    """Return the factor for each step: rising to 1 in a fifth of them, then falling to a tenth at the last."""
+    warm = max(1, round(_WARM_UP * steps))
+
+    def factor(step: int) -> float:
+        if step < warm:
+            return (step + 1) / warm
+        done = min(1.0, (step - warm + 1) / max(1, steps - warm))
+        return _LAST + (1 - _LAST) * (1 + math.cos(math.pi * done)) / 2
+
+    return factor
+
+
+@dataclass
+class Forecast:
+    """When the steps of a run that lasts ``seconds`` end, reckoned alike on all ranks from what they agreed on.
+
+    After ``step`` steps, ``train_s`` had passed, of which the last ones took ``step_s`` each.
+    """
+
+    seconds: float
+    step_s: float
+    step: int = 0
+    train_s: float = 0.0
+
+    def update(self, step: int, train_s: float) -> None:
+        """Take note that ``step`` steps took ``train_s``."""
+        self.step_s = (train_s - self.train_s) / (step - self.step)
+        self.step, self.train_s = step, train_s
+
+    def steps_left(self, within_s: float) -> float:
+        """Return how many steps fit into the next ``within_s``, and into the run."""
+        return min(within_s, self.seconds - self.train_s) / self.step_s
+
+    def warm_up_then_cosine(self, step: int) -> float:
+        """Return the factor of a step by the share of the run that is over when it ends."""
+        done = (self.train_s + (step + 1 - self.step) * self.step_s) / self.seconds
+        return _BY_SHARE(max(0, math.ceil(_FINE * done) - 1))
+
+
+_FINE = 10_000
+_BY_SHARE = warm_up_then_cosine(_FINE)
+
+
+_FORWARD = 1 / 3
+"""The share of a step that the forward pass takes: a backward pass computes about twice as much."""
+
+
+def straggler_of(seed: int, step: int, nodes: int) -> int:
+    """Return the node that is slower in a step: any of them, a function of ``(seed, step)``."""
+    key = hashlib.blake2b(f"straggler {seed} {step}".encode(), digest_size=8).digest()
+    return int.from_bytes(key, "big") % nodes
+
+
+class Pace:
+    """Keeps the forward and backward passes of a rank's model to ``compute_ms``, block by block, if they are faster.
+
+    Where this node is the straggler, they take ``straggler_percent`` longer.
+    """
+
+    def __init__(self, settings: Settings, seed: int, world: World) -> None:
+        self._usual_s, self._slower = settings.compute_ms / 1e3, settings.straggler_percent / 100
+        self._seed, self._world = seed, world
+        self._wanted_s, self._begin_s, self._waited_before_s = 0.0, 0.0, 0.0
+
+    def attach(self, model: ByteGpt) -> None:
+        """Let the model's blocks take their time, whenever a step has begun."""
+        parts = len(model.blocks) + 1
+        for number, block in enumerate(model.blocks, start=1):
+            if self._usual_s:
+                block.register_forward_hook(partial(self._reach, _FORWARD * number / parts))
+                block.register_full_backward_hook(partial(self._reach, 1 - (1 - _FORWARD) * number / parts))
+
+    def begin(self, step: int) -> None:
+        """Begin the passes of a step."""
+        place = self._world.topology
+        is_slow = straggler_of(self._seed, step, place.nodes) == place.node
+        self._wanted_s = self._usual_s * (1 + self._slower if is_slow else 1)
+        self._waited_before_s, self._begin_s = self._waited_s(), time.perf_counter()
+
+    def end(self) -> float:
+        """Let the passes last as long as they shall, and return how long they took, without waiting for cables."""
+        self._reach(1.0)
+        self._wanted_s = 0.0
+        return time.perf_counter() - self._begin_s - (self._waited_s() - self._waited_before_s)
+
+    def _reach(self, share: float, *_: object) -> None:
+        """Sleep until the share of a step's time has passed; between steps, as in validations, there is none."""
+        left_s = self._begin_s + share * self._wanted_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+    def _waited_s(self) -> float:
+        waited_s: float = self._world.stats()["waiting_s"]
+        return waited_s

@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import Protocol
 
 from bench.tables import is_terminal
-from bench.train.all_methods import LINEUP
+from bench.train.methods import LINEUP
 from bench.train.plan import Plan, Run
 from bench.train.records import Ending, Evaluation, Interval, Record, Start, file_of, read_records
 

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from bench.cluster import Cluster, ClusterSpec, links, open_cluster, rate_check
+from bench.cluster import Cluster, ClusterSpec, links, open_cluster
 from bench.errors import RateNotKeptError
 
 RECEIVER = """
@@ -72,9 +72,9 @@ def test_counters_of_a_silent_command_stay_near_zero(cluster: Cluster) -> None:
 
 
 def test_a_cable_that_breaks_its_promise_is_refused(cluster: Cluster) -> None:
-    rates = rate_check.measure_rates(cluster.space, cluster.spec.rate_bits_per_s, duration_s=0.05, patience_s=0)
+    rates = links.measure_rates(cluster.space, cluster.spec.rate_bits_per_s, duration_s=0.05, patience_s=0)
     with pytest.raises(RateNotKeptError, match=r"promised 200mbit.*node0.*sends .*mbit and receives .*mbit"):
-        rate_check.check_rates(rates, 200_000_000)
+        links.check_rates(rates, 200_000_000)
 
 
 @pytest.mark.usefixtures("emulation")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.cluster.launch import launch_command
+from bench.cluster.cluster import launch_command
 from bench.cluster.launchers import LAUNCHERS, Launcher, is_installed
 from tests.slow import slow_but
 

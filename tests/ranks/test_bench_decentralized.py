@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.train.decentralized_methods import ALLREDUCE
+from bench.train.methods import ALLREDUCE
 from bench.train.plan import Plan, Run, Settings, save_plan
 from bench.train.rank import main
 from bench.train.records import History, read_history

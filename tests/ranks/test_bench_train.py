@@ -25,8 +25,7 @@ from bench.train.model import build_model, find_size, loss_of
 from bench.train.plan import Plan, Run, Settings, save_plan
 from bench.train.rank import main
 from bench.train.records import History, Record, read_history
-from bench.train.schedule import warm_up_then_cosine
-from bench.train.training_run import make_trainee
+from bench.train.training_run import make_trainee, warm_up_then_cosine
 from tests.ranks.processes import run_ranks
 from tests.slow import slow_but
 

@@ -4,12 +4,17 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import ClusterSpec, stale_clusters
-from bench.cluster.cluster import shell_code
-from bench.cluster.launchers import mpirun_command, parse_launcher
-from bench.cluster.links import Traffic, _interface_counters
-from bench.cluster.rate_check import CableRate
-from bench.cluster.rates import burst_nbytes, format_rate, parse_rate, probe_nbytes
-from bench.cluster.supervise import split_commands, supervise
+from bench.cluster.launchers import mpirun_command, parse_launcher, shell_code
+from bench.cluster.links import (
+    CableRate,
+    Traffic,
+    _interface_counters,
+    burst_nbytes,
+    format_rate,
+    parse_rate,
+    probe_nbytes,
+)
+from bench.cluster.programs import split_commands, supervise
 from bench.errors import LauncherMissingError, UsageError
 
 

@@ -11,10 +11,9 @@ import torch
 
 from bench.cli import main
 from bench.codec import command as codec
-from bench.codec.bits import entropy_bits
 from bench.codec.codecs import CHUNK, Ours, Published, dct_basis, find_agreement
-from bench.codec.speed import draw_gradient, geometries
-from bench.codec.timing import take_turns
+from bench.codec.payloads import entropy_bits
+from bench.codec.speed import draw_gradient, geometries, take_turns
 from bench.targets import load_targets
 from flexcomm import demo
 

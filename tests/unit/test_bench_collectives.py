@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.cli import main
-from bench.cluster.node_link import Link, find_link, read_sent_nbytes, shaper_rate
+from bench.cluster.links import Link, find_link, read_sent_nbytes, shaper_rate
 from bench.collectives import command as collectives
 from bench.collectives.arguments import (
     DTYPES,
@@ -25,9 +25,18 @@ from bench.collectives.arguments import (
 from bench.collectives.command import Findings, Settings, conclude_lines, make_report
 from bench.collectives.inputs import count_wrong, expect_average, make_input
 from bench.collectives.measure import Case, Row, find_link_share, summarise
-from bench.collectives.output import COLUMNS, Lines, show_ms, show_number, show_size, split_columns, write_csv
-from bench.collectives.plot import check_plot_possible, draw_plot
+from bench.collectives.output import (
+    COLUMNS,
+    Lines,
+    check_plot_possible,
+    draw_plot,
+    show_ms,
+    show_number,
+    split_columns,
+    write_csv,
+)
 from bench.errors import UsageError
+from bench.tables import show_size
 from bench.targets import load_targets
 from flexcomm import TensorSpec, Topology, demo, random_k, top_k
 from flexcomm.topology import blocks

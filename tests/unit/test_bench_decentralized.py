@@ -12,21 +12,16 @@ import torch
 
 import flexcomm
 from bench.cli import main
-from bench.decentralized.command import check_emulation
-from bench.decentralized.report import KNOWN_FIGURES, make_report
-from bench.decentralized.table import tabulate
+from bench.decentralized import KNOWN_FIGURES, check_emulation, make_report, tabulate
 from bench.errors import UsageError
-from bench.train.all_methods import LINEUP
 from bench.train.comparison import describe, plan_runs, plan_settings, plan_sweep
-from bench.train.decentralized_methods import ALLREDUCE, DECENTRALIZED_METHODS
 from bench.train.learning_rates import Choice, choose_rates, save_sweep
-from bench.train.methods import METHODS, parse_methods
+from bench.train.methods import ALLREDUCE, DECENTRALIZED_METHODS, LINEUP, METHODS, parse_methods
 from bench.train.model import SIZES, build_model, loss_of
-from bench.train.pace import Pace, straggler_of
 from bench.train.plan import Plan, Run, Settings, load_plan, save_plan
-from bench.train.plot import draw_plot
 from bench.train.records import Ending, Evaluation, History
-from bench.train.summary import Summary, summarise
+from bench.train.summary import Summary, draw_plot, summarise
+from bench.train.training_run import Pace, straggler_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.demo.command import find_links, make_report
-from bench.demo.progress import Progress
+from bench.demo.command import Progress, find_links, make_report
 from bench.demo.results import BASELINE, HEADLINE, LABELS, chart, conclusion, draw, sooner, tabulate, title
 from bench.errors import ClusterUnavailableError
 from bench.train.methods import METHODS
 from bench.train.plan import Run, Settings
 from bench.train.records import Ending, Evaluation, History, Interval
-from bench.train.schedule import Forecast, warm_up_then_cosine
 from bench.train.summary import Summary, summarise
+from bench.train.training_run import Forecast, warm_up_then_cosine
 from ci.install import describe
 
 if TYPE_CHECKING:

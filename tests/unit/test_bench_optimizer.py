@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.optimizer.command import FIGURES, compare
-from bench.optimizer.cost import measure_alone
+from bench.optimizer.command import FIGURES, compare, measure_alone
 
 OURS = {"main_cpu_s": 0.1, "all_cpu_s": 0.2, "sent_nbytes": 30.0, "gradients_of_shard": 1.0}
 THEIRS = {"main_cpu_s": 0.4, "all_cpu_s": 0.6, "sent_nbytes": 100.0, "gradients_of_shard": 2.0}

@@ -10,12 +10,12 @@ import pytest
 
 from bench import report
 from bench.cli import main
-from bench.cluster.node_link import Link
+from bench.cluster.links import Link
 from bench.collectives.sweep import Exchange, Row, make_report, print_rows
 from bench.errors import BenchError
 from bench.report import SECTIONS, Section, render
-from bench.sync.command import make_report as make_sync_report
-from bench.sync.measure import Exposure, Growth, Overhead
+from bench.sync import Exposure, Growth, Overhead
+from bench.sync import make_report as make_sync_report
 from bench.targets import load_targets
 
 EXCHANGE = Exchange("2M", "8M", 4.0, "dense:dtype=bf16", "gather", 5)

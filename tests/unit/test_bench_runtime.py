@@ -13,11 +13,29 @@ from bench.runtime import command as runtime
 from bench.runtime.cluster_runs import FIGURE_PLACE, Place, Visited, exchange_s, plan_visits
 from bench.runtime.command import find_figures, make_quick, make_report, parse_methods
 from bench.runtime.fit import Calibration, Fitted, HostFit, LinkFit, fit, fit_nonnegative
-from bench.runtime.found import Found, HostCosts, read_found, seconds_per_iteration, write_found
-from bench.runtime.paced import PacedModel
-from bench.runtime.plan import METHODS, Job, Load, read_jobs, write_jobs
-from bench.runtime.predict import busy_nodes, period_of, predict
-from bench.runtime.tables import Row, format_markdown, format_rows, make_rows, write_markdown
+from bench.runtime.methods import PacedModel
+from bench.runtime.plan import (
+    METHODS,
+    Found,
+    HostCosts,
+    Job,
+    Load,
+    read_found,
+    read_jobs,
+    seconds_per_iteration,
+    write_found,
+    write_jobs,
+)
+from bench.runtime.predictions import (
+    Row,
+    busy_nodes,
+    format_markdown,
+    format_rows,
+    make_rows,
+    period_of,
+    predict,
+    write_markdown,
+)
 from bench.targets import load_targets
 from flexcomm import gossip
 from flexdemo.runtime import LinkTable

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from bench.cli import main
-from bench.cluster.node_link import Link
+from bench.cluster.links import Link
 from bench.errors import UsageError
 from bench.step import command as step
-from bench.step.command import METHODS, Findings, Settings, format_rows, make_report, parse_methods, print_findings
-from bench.step.measure import Row
+from bench.step.command import METHODS, Findings, Row, Settings, format_rows, make_report, parse_methods, print_findings
 from bench.step.methods import fill_buckets
 from bench.step.models import MODELS, find_model
 from bench.step.peers import PeerMissingError, import_detonation

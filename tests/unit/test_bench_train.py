@@ -11,15 +11,14 @@ import torch
 
 from bench.cli import main
 from bench.errors import UsageError
+from bench.train.command import KNOWN_FIGURES, make_report
 from bench.train.comparison import check_settings, describe, plan_runs, plan_sweep
 from bench.train.corpus import draw_batch, is_validation, list_sources, load_corpus, spread_windows
 from bench.train.learning_rates import Choice, Swept, choose_rates, load_rates, save_sweep
 from bench.train.loop import allreduce_nbytes
-from bench.train.methods import BASELINE, METHODS, group_parameters, parse_methods
+from bench.train.methods import BASELINE, METHODS, Muon, group_parameters, orthogonal, parse_methods
 from bench.train.model import SIZES, build_model, find_size, loss_of
-from bench.train.muon import Muon, orthogonal
 from bench.train.plan import Plan, Run, Settings, load_plan, save_plan
-from bench.train.plot import draw_plot
 from bench.train.records import (
     Ending,
     Evaluation,
@@ -32,9 +31,8 @@ from bench.train.records import (
     read_records,
     write_record,
 )
-from bench.train.report import KNOWN_FIGURES, make_report
-from bench.train.schedule import warm_up_then_cosine
-from bench.train.summary import Point, columns_for, find_common_loss, format_rows, seconds_to, summarise
+from bench.train.summary import Point, columns_for, draw_plot, find_common_loss, format_rows, seconds_to, summarise
+from bench.train.training_run import warm_up_then_cosine
 from bench.train.watch import Lines, Reader
 from flexcomm import Topology
 from flexcomm.topology import blocks

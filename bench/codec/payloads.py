@@ -1,8 +1,9 @@
-"""How much of what is sent each value code loses, measured on the coefficients that training sends.
+"""Payloads: their bits beside the entropy of their indices, the speed of making them, and the error of value codes.
 
-A small network learns what another, fixed one answers. Every weight has a momentum of its own, encoded and decoded at
-every step as between nodes, and moves by the sign of what was decoded: DeMo with one node. Each code learns by itself,
-because what it loses returns through its momentum.
+Errors are measured on the coefficients that training sends. A small network learns the outputs of another, fixed one.
+Every weight has a momentum of its own, encoded and decoded at every step as between nodes, and moves by the sign of the
+decoded values: DeMo with one node. Each value code trains a network of its own, because its error returns through its
+momentum.
 """
 
 import math
@@ -16,8 +17,71 @@ import torch
 from torch import Tensor, nn
 
 from bench.codec.codecs import CHUNK, Ours
+from bench.codec.speed import draw_gradient, take_turns
 from flexcomm import demo
+from flexcomm.codec.wire import plan_layout
 from flexcomm.compress import ValueName
+
+NODES = 2
+_KS = {64: (1, 4, 8, 16, 32), 4096: (1, 8, 32, 128, 512)}
+_ALL_VALUES_AT = (4096, 32)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One payload: ``n`` coefficients in a chunk, ``k`` of them sent. Bits are per sent coefficient."""
+
+    n: int
+    k: int
+    values: ValueName
+    bits: float
+    index_bits: float
+    entropy_bits: float
+    encode_gb_per_s: float
+    decode_gb_per_s: float
+    copy_gb_per_s: float
+
+    @property
+    def figure(self) -> str:
+        return f"bits_{self.n}_{self.k}_{self.values}"
+
+
+def measure_weights(shape: tuple[int, int], rounds: int) -> list[Weight]:
+    """Return what payloads weigh for several n and k, and for every value code at one of them."""
+    cases: list[tuple[int, int, ValueName]] = [(n, k, "bf16") for n, ks in _KS.items() for k in ks]
+    cases += [(*_ALL_VALUES_AT, values) for values in VALUE_NAMES if values != "bf16"]
+    return [_measure(shape, case, rounds) for case in cases]
+
+
+def _measure(shape: tuple[int, int], case: tuple[int, int, ValueName], rounds: int) -> Weight:
+    n, k, values = case
+    gradient = draw_gradient(shape if n == CHUNK * CHUNK else (math.prod(shape),), seed=0)
+    ours, out = Ours(tuple(gradient.shape), demo(k, CHUNK, values)), torch.empty_like(gradient)
+    gathered = ours.encode_(gradient).repeat(NODES)
+    seconds = take_turns(
+        {
+            "encode": lambda: ours.encode_(gradient),
+            "decode": lambda: ours.decode_(out, gathered, NODES),
+            "copy": lambda: out.copy_(gradient),
+        },
+        rounds,
+    )
+    plan = ours.plan.plans[0]
+    layout = plan_layout(plan, plan.entries)
+    index_bits = (plan.entries * layout.entry_bits + plan.chunks * layout.chunk_bits) / plan.entries
+    speeds = {f"{name}_gb_per_s": gradient.nbytes / spent.wall_s / 1e9 for name, spent in seconds.items()}
+    return Weight(n, k, values, 8 * ours.plan.nbytes / plan.entries, index_bits, entropy_bits(n, k), **speeds)
+
+
+def entropy_bits(n: int, k: int) -> float:
+    """Return log2 C(n, k) / k: what no code for the index sets of uniformly drawn coefficients can beat, each."""
+    return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2) / k
+
+
+def bits_of(weights: Sequence[Weight], figures: Sequence[str]) -> dict[str, float]:
+    """Return those figures."""
+    return {weight.figure: weight.bits for weight in weights if weight.figure in figures}
+
 
 VALUE_NAMES: tuple[ValueName, ...] = tuple(name for name in get_args(ValueName) if name != "native")
 _SIZES = (256, 512, 512, 64)

@@ -1,1 +1,0 @@
-"""``python -m bench decentralized``: decentralized Adam beside All-Reduce."""

@@ -1,1 +1,0 @@
-"""``python -m bench sync``: the cost of a synchronisation beside its bytes."""
