@@ -33,19 +33,19 @@ SUBCOMMANDS = (
         "demo", "bench.demo.command", "demo", "A small GPT trained over slow links, by AdamW and by our methods."
     ),
     Subcommand("cluster", "bench.cluster.command", "cluster", "Run a command on an emulated cluster of slow links."),
-    Subcommand("transport", "bench.transport", "transport", "Latency and overlap of the cables between ranks."),
+    Subcommand("transport", "bench.transport", "transport", "Latency and overlap of the transport between nodes."),
     Subcommand(
         "collectives", "bench.collectives.command", "collectives", "Averaging a tensor, by size and compressor."
     ),
-    Subcommand("sync", "bench.sync", "sync", "What a synchronisation costs beside its bytes."),
+    Subcommand("sync", "bench.sync", "sync", "The cost of a synchronisation beside its bytes."),
     Subcommand("step", "bench.step.command", "step", "The communication of one optimizer step, beside that of others."),
     Subcommand(
         "optimizer",
         "bench.optimizer.command",
         "optimizer",
-        "What a step of FlexDeMo costs, beside AdamW and detonation.",
+        "The cost of a step of FlexDeMo, beside AdamW and detonation.",
     ),
-    Subcommand("mixing", "bench.mixing.command", "mixing", "What mixing costs a processor, beside decent-dp."),
+    Subcommand("mixing", "bench.mixing.command", "mixing", "The processor time of mixing, beside decent-dp."),
     Subcommand("train", "bench.train.command", "train", "Train a small GPT by several methods, beside AdamW."),
     Subcommand(
         "decentralized",
@@ -64,12 +64,12 @@ SUBCOMMANDS = (
     Subcommand(
         "first-use", "bench.first_use", "first_use", "The first synchronisation of a process, compiling or not."
     ),
-    Subcommand("startup", "bench.startup", "startup", "What importing the library costs."),
+    Subcommand("startup", "bench.startup", "startup", "The time that importing the library takes."),
 )
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
-    """Return the command line in which the subcommand that ``arguments`` name is complete; the rest are only listed."""
+    """Return the command line; only the subcommand that ``arguments`` name is loaded, the others are listed."""
     app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=bench.__doc__)
     app.callback()(_always_a_group)
     # Options end at the first word of a rank's command, so that `-- python train.py --lr 3` needs no quoting.
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _always_a_group() -> None:
-    """Make subcommands the only way in, even while there is just one."""
+    """Have the first word name a subcommand, even if there is just one."""
 
 
 def _not_loaded() -> None:
@@ -103,12 +103,12 @@ def exit_on_signals() -> None:
     """Turn the first signal into an orderly exit, and ignore those that come while we clean up."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # One that we were started with as ignored (nohup, a shell's background job) stays ignored.
-    heeded = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
     def leave(number: int, _frame: FrameType | None) -> None:
-        for other in heeded:
+        for other in handled:
             signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    for number in heeded:
+    for number in handled:
         signal.signal(number, leave)

@@ -29,7 +29,7 @@ CheckOption = Annotated[
 
 LinkOption = Annotated[
     str | None,
-    typer.Option(metavar="RATE", help="What a node's link carries, such as 1gbit; an emulated cable says it itself."),
+    typer.Option(metavar="RATE", help="Rate of a node's link, such as 1gbit; that of an emulated link is known."),
 ]
 
 _PACKAGES = ("flexcomm", "torch", "numpy", "numba", "mpi4py")
@@ -38,10 +38,10 @@ _MISSED_EXIT_CODE = 1
 
 @dataclass(frozen=True)
 class Report:
-    """What one run of a subcommand found.
+    """Results of one run of a subcommand.
 
     ``figures`` are the numbers that targets can bound; ``known_figures`` names all the subcommand can measure, and
-    ``unmeasured`` says why this run did not measure some. ``rows`` are the details, ``settings`` what was asked for.
+    ``unmeasured`` says why this run did not measure some. ``rows`` are the details, ``settings`` the options.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Report:
 
 
 def conclude(report: Report, *, json_file: Path | None, check: bool, targets_file: Path = TARGETS_FILE) -> int:
-    """Write and check what was asked for; return the code to exit with: 1 if a target was missed, else 0."""
+    """Write the report, check its targets, and return the exit code: 1 if a target was missed, else 0."""
     if json_file is not None:
         write_json(report, json_file)
     for figure, reason in report.unmeasured.items():
@@ -89,7 +89,7 @@ def check_targets(report: Report, targets_file: Path = TARGETS_FILE) -> int:
 
 
 def describe_environment() -> dict[str, object]:
-    """Return what a reader needs to compare two results; nothing that names the machine."""
+    """Return the versions and hardware that two results are compared by; nothing that names the machine."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),

@@ -1,7 +1,7 @@
 """``python -m bench decentralized``: the GPT of ``bench train``, by Adam on nodes that mix with few others at a time.
 
-Beside it Adam with a full All-Reduce, on the same bytes in the same order. Starts its own ranks, as nodes of this host
-or, with ``--rate``, on an emulated cluster; replicas are averaged for every validation.
+The baseline is Adam with a full All-Reduce, on the same data in the same order. Starts its own ranks, as nodes of this
+host or, with ``--rate``, on an emulated cluster; replicas are averaged for every validation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from bench.cluster.links import parse_rate
 from bench.common_options import CheckOption, JsonOption, QuickOption, Report, check_count, conclude
 from bench.errors import UsageError
 from bench.train.comparison import (
-    Contest,
+    Comparison,
     EvalOption,
     NodesOption,
     OutOption,
@@ -30,7 +30,7 @@ from bench.train.comparison import (
     WindowsOption,
     check_settings,
     plan_settings,
-    run_contest,
+    run_comparison,
     sweep_rates,
 )
 from bench.train.methods import ALLREDUCE, ALLREDUCE_DDP, DECENTRALIZED_METHODS, parse_methods
@@ -38,10 +38,12 @@ from bench.train.plan import Settings
 from bench.train.summary import Summary, find_baseline, format_losses
 
 _LAUNCHER = "torchrun"
-"""gloo's all-reduce takes half the time of Open MPI's on emulated cables: the baseline gets the faster one."""
+"""gloo's all-reduce takes half the time of Open MPI's on emulated links: the baseline gets the faster one."""
 _QUICK_METHODS = "allreduce-adam,exponential,aer-accum,choco-int8"
 _QUICK_STEPS = 100
 _QUICK_EVAL_EVERY = 20
+_ALLREDUCES = (ALLREDUCE, ALLREDUCE_DDP)
+_ACCUMULATED, _COMPRESSED = "-accum", "choco"
 
 MethodsOption = Annotated[
     str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(DECENTRALIZED_METHODS)}; or all.")
@@ -113,15 +115,15 @@ def decentralized(
     check_emulation(settings)
     check_settings(settings, names)
     if sweep:
-        sweep_rates(_CONTEST, settings, names, lr, out)
+        sweep_rates(_COMPARISON, settings, names, lr, out)
         return
-    summaries = run_contest(_CONTEST, settings, names, lr, seeds, out)
+    summaries = run_comparison(_COMPARISON, settings, names, lr, seeds, out)
     report = make_report(summaries, settings, quick=quick)
     raise typer.Exit(conclude(report, json_file=json_file, check=check))
 
 
 def check_emulation(settings: Settings) -> None:
-    """Raise unless nodes have others to mix with, and it is known how long they compute."""
+    """Raise unless there are other nodes to mix with, and a straggler has a computing time."""
     check_count("--window", settings.accumulate, 1)
     check_count("--nodes", settings.nodes, 2)
     for option, value in (("--compute-ms", settings.compute_ms), ("--straggler", settings.straggler_percent)):
@@ -152,7 +154,7 @@ _LEGEND = (
 
 
 def tabulate(summaries: Sequence[Summary]) -> Table:
-    """Return what is shown of all methods."""
+    """Return the table of all methods."""
     baseline = find_baseline(summaries, ALLREDUCE)
     return Table(_COLUMNS, [_format_row(one, baseline) for one in summaries], _LEGEND)
 
@@ -168,10 +170,6 @@ def _format_row(one: Summary, baseline: Summary | None) -> tuple[str, ...]:
     )
 
 
-_ALLREDUCES = (ALLREDUCE, ALLREDUCE_DDP)
-_ACCUMULATED, _COMPRESSED = "-accum", "choco"
-
-
 def _accumulated_loss(summaries: Sequence[Summary], _settings: Settings) -> float:
     """The worst loss with accumulation, as a multiple of All-Reduce's."""
     base = find_baseline(summaries, ALLREDUCE)
@@ -185,7 +183,7 @@ def _speedup(summaries: Sequence[Summary], _settings: Settings) -> float:
 
 
 def _of_bound(summaries: Sequence[Summary], settings: Settings) -> float:
-    """The worst step of plain decentralized methods, as a multiple of what its computation or its cable takes alone."""
+    """The worst step of plain decentralized methods, in units of its computation or its bytes on the link."""
     rate_bits_per_s = parse_rate(settings.rate or "")
     return max(one.step_s / max(one.compute_s, 8 * one.sent_nbytes / rate_bits_per_s) for one in _plain(summaries))
 
@@ -236,7 +234,7 @@ def _why_not(figure: str, summaries: Sequence[Summary], settings: Settings) -> s
     if not _plain(summaries):
         return "it needs a decentralized method without compression, trained to the end"
     if not settings.compute_ms:
-        return "nodes that share cores get in each other's way: give --compute-ms, such as 500"
+        return "nodes that share cores slow each other down: give --compute-ms, such as 500"
     if figure == "iteration_of_bound":
         return _why_no_bound(settings)
     if not _all_reduces(summaries):
@@ -254,4 +252,4 @@ def _why_no_bound(settings: Settings) -> str:
     )
 
 
-_CONTEST = Contest("decentralized", ALLREDUCE, tabulate)
+_COMPARISON = Comparison("decentralized", ALLREDUCE, tabulate)

@@ -4,7 +4,7 @@ BenchError                      a message for the user; the command line prints 
 |-- UsageError                  an argument or a file says something we cannot act on
 |-- ClusterUnavailableError     this machine cannot emulate a cluster
 |-- LauncherMissingError        the launcher that was asked for is not installed
-`-- RateNotKeptError            a cable of the emulated cluster does not carry what it promises
+`-- RateNotKeptError            a link of the emulated cluster does not have the rate it promises
 """
 
 
@@ -27,6 +27,6 @@ class LauncherMissingError(BenchError):
 
 
 class RateNotKeptError(BenchError):
-    """A cable of the emulated cluster carries more or less than it promises, so no figure would mean anything."""
+    """A link of the emulated cluster is faster or slower than promised, so no figure would mean anything."""
 
     exit_code = 3

@@ -1,6 +1,6 @@
 """``python -m bench first-use``: how long the first synchronisation of a process takes, with and without a cache.
 
-The ranks run :func:`synchronise` of this file under ``torchrun``; each writes down what its first call took.
+The ranks run :func:`synchronise` of this file under ``torchrun``; each writes the time of its first call to a file.
 """
 
 import json
@@ -35,7 +35,7 @@ _FIGURES = frozenset({"one_rank_s", "four_over_one_s", "later_s", "later_over_de
 
 
 class RanksFailedError(BenchError):
-    """The ranks ended without a result; what they printed says why."""
+    """The ranks ended without a result; their own output says why."""
 
     exit_code = 1
 
@@ -74,7 +74,7 @@ def _figures(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _measure_compiling(repeats: int) -> list[dict[str, object]]:
-    """Return the fastest of each, taken in turns: a minute of compiling varies by more than ranks may add to it."""
+    """Return the fastest of each, interleaved: a minute of compiling varies by more than ranks may add to it."""
     names = {1: "empty cache, 1 rank", 4: "empty cache, 4 ranks"}
     found: dict[int, list[dict[str, object]]] = {ranks: [] for ranks in names}
     for _ in range(repeats):
@@ -85,7 +85,7 @@ def _measure_compiling(repeats: int) -> list[dict[str, object]]:
 
 
 def _measure_later(repeats: int) -> list[dict[str, object]]:
-    """Take turns, so that whatever else the machine does falls on both alike; the first round compiles."""
+    """Interleave the compressors, so that other load on the machine affects both; the first round compiles."""
     names = {"demo": "later, demo(k=32)", "dense": "later, dense()"}
     rounds = [[_time_ranks(start, name, 1) for name, start in names.items()] for _ in range(repeats + 1)]
     return [
@@ -123,7 +123,7 @@ def _empty_cache() -> Iterator[None]:
 
 
 def synchronise(compressor: str, folder: Path) -> None:
-    """What every rank does."""
+    """Time the first call of this rank, and write its seconds and processor seconds to ``folder``."""
     import torch
 
     import flexcomm

@@ -1,6 +1,6 @@
-"""``python -m bench report``: measure what docs/benchmarks.md shows, and write it there.
+"""``python -m bench report``: measure the tables of docs/benchmarks.md, and write them there.
 
-Every table stands below the command that makes it again, and the day it was measured.
+Above every table are the command that makes it again, and the day it was measured.
 """
 
 import shlex
@@ -27,9 +27,9 @@ _FOUR_NODES = ("cluster", "--nodes", "4", "--rate", "100mbit", "--launcher", "to
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what to read from the table, and the words behind ``python -m bench`` that make it.
+    """A heading, a remark on the table, and the arguments of ``python -m bench`` that make it.
 
-    What runs on a cluster stands behind ``--`` and is a subcommand, too.
+    ``inner`` is the subcommand that the ranks of a cluster run.
     """
 
     title: str
@@ -53,7 +53,7 @@ SECTIONS = (
     ),
     Section(
         "One step of 23 M parameters, 4 nodes at 100 Mbit/s",
-        "Four ranks share two cores, so every processor second of a rank is half a second of everybody's.",
+        "Four ranks share two cores, so every processor second of a rank is half a second of all_ranks_transport's.",
         _FOUR_NODES,
         ("step", "-n", "3"),
     ),
@@ -64,7 +64,7 @@ SECTIONS = (
         ("sync",),
     ),
     Section(
-        "Full cables, 4 nodes",
+        "Full links, 4 nodes",
         "Payload bytes alone; 95 to 96 % is what TCP leaves for them.",
         ("sweep", "--nodes", "4"),
     ),
@@ -96,7 +96,7 @@ def report(only: OnlyOption = None) -> None:
 
 
 def run(section: Section) -> str:
-    """Return what a section's command prints; it is shown as it comes."""
+    """Run a section's command and return its output, which is also printed as it comes."""
     print(f"\n== {section.title}", flush=True)
     argv = section.argv(sys.executable)
     lines = []
@@ -118,6 +118,6 @@ def render(section: Section, output: str, day: str) -> str:
 
 
 def write(texts: Sequence[str]) -> None:
-    """Put the sections where the page's last ones are."""
+    """Replace the sections at the end of the page."""
     above = _PAGE.read_text().partition(_MARK)[0]
     _PAGE.write_text(above + _MARK + "\n" + "\n".join(texts))

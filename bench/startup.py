@@ -1,4 +1,4 @@
-"""``python -m bench startup``: what ``import flexcomm`` costs over ``import torch``."""
+"""``python -m bench startup``: the time of ``import flexcomm`` beside that of ``import torch``."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def startup(json_file: JsonOption = None, quick: QuickOption = False, check: Che
 
 
 def _measure(repeats: int) -> dict[str, float]:
-    """Take turns, so that whatever else the machine does falls on both alike; the first round only warms the disk."""
+    """Interleave the imports, so that other load on the machine affects both; the first round only warms the disk."""
     rounds = [{name: _time(statement) for name, statement in _STATEMENTS.items()} for _ in range(repeats + 1)]
     return {name: median(one[name] for one in rounds[1:]) for name in _STATEMENTS}
 

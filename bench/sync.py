@@ -1,4 +1,4 @@
-"""``python -m bench sync``: what a synchronisation costs beside its bytes.
+"""``python -m bench sync``: the cost of a synchronisation beside its bytes.
 
 Runs under mpirun, torchrun or ``python -m bench cluster``; started alone, it starts two ranks as two nodes of this
 host.
@@ -31,6 +31,13 @@ from flexcomm.topology import read_launcher
 _FIGURES = frozenset({"overhead_us", "exposed_share", "growth_kib", "growth_objects"})
 _BUCKETS = [1 << 20, 4 << 20, 8 << 20, BUCKET_BYTES, 32 << 20, 128 << 20]
 _CALLS = 1000
+_SMALL = (16, 16)
+"""1 KiB of float32."""
+_LARGE = (1024, 4096)
+_COMPUTE = 1.5
+"""Seconds of computation per second of the exchange: more than 1, so that all of it can be hidden."""
+_WARMUPS = 1000
+"""More calls than the world keeps records of, and enough for malloc to hold the memory that threads need."""
 
 ModelOption = Annotated[str, typer.Option(help="Whose gradients fill the buckets: 23m, 124m or tiny.")]
 
@@ -43,14 +50,14 @@ class Overhead(NamedTuple):
 
 
 class Exposure(NamedTuple):
-    """Seconds that an exchange takes alone, and that are left of it when the caller computes meanwhile."""
+    """Seconds of an exchange alone, and those that remain when the caller computes meanwhile."""
 
     wire_s: float
     exposed_s: float
 
 
 class Growth(NamedTuple):
-    """How much more memory a rank holds after so many calls; the largest of all ranks."""
+    """Memory that a rank holds more after a number of calls; the maximum over ranks."""
 
     resident_kib: float
     objects: float
@@ -63,7 +70,7 @@ def sync(
     quick: QuickOption = False,
     check: CheckOption = False,
 ) -> None:
-    """Measure overhead of a small call, what of the wire stays exposed behind computation, memory, and bucket sizes.
+    """Measure the overhead of a small call, the exposed part of an exchange behind computation, memory, bucket sizes.
 
     Seconds are those of the slowest rank, medians over rounds.
     """
@@ -109,7 +116,7 @@ def _print_buckets(model: str, seconds: Sequence[float]) -> None:
 def make_report(
     overhead: Overhead, exposure: Exposure, growth: Growth, buckets_s: Sequence[float], link: Link | None
 ) -> Report:
-    """Return what targets can bound. Behind a link of unknown rate, what stays exposed says nothing."""
+    """Return the figures. The exposed share is left out if the rate of the link is unknown: it would say nothing."""
     figures = {
         "overhead_us": 1e6 * (overhead.sync_s - overhead.gather_s),
         "growth_kib": growth.resident_kib,
@@ -122,15 +129,6 @@ def make_report(
         figures["exposed_share"] = exposure.exposed_s / exposure.wire_s
     rows = [{"bucket_bytes": size, "step_s": one} for size, one in zip(_BUCKETS, buckets_s, strict=True)]
     return Report("sync", _FIGURES, figures, rows, unmeasured=unmeasured)
-
-
-_SMALL = (16, 16)
-"""1 KiB of float32."""
-_LARGE = (1024, 4096)
-_COMPUTE = 1.5
-"""How much longer than the wire the caller computes, so that all of it can hide."""
-_WARMUPS = 1000
-"""More calls than the last ones that are remembered, and enough for malloc to have what the threads need."""
 
 
 def measure_overhead(world: World, rounds: int) -> Overhead:

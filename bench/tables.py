@@ -1,4 +1,4 @@
-"""Tables for people: drawn on a terminal, plain text in a file or pipe."""
+"""Tables of results: drawn on a terminal, plain text in a file or pipe."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a person watches; Open MPI gives every rank a terminal of its own, wherever the output ends."""
+    """Return whether the output is seen on a terminal; Open MPI gives every rank one, wherever its output goes."""
     return stream.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 

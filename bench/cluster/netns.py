@@ -1,13 +1,13 @@
-"""Hosts out of Linux namespaces: a switch and some nodes, on which commands run.
+"""Hosts made of Linux namespaces: a switch and some nodes, on which commands run.
 
-[Note: who keeps what alive]
-One process, the *keeper*, is the first of a new PID namespace and waits on a pipe whose other end only we hold. When
-we close it, or die of anything including SIGKILL, the keeper ends, the kernel kills every process of that PID
-namespace, and with the last process go the anonymous network namespaces, their bridge, cables and limits. Nothing has
-a name on the host, so clusters cannot collide, and there is nothing to delete by name.
+[Note: lifetime of a cluster]
+One process, the *namespace holder*, is the first of a new PID namespace and waits on a pipe whose other end only we
+have. When we close it, or die of anything including SIGKILL, the holder ends, the kernel kills every process of that
+PID namespace, and with the last process the anonymous network namespaces, their bridge, links and limits are removed.
+Nothing has a name on the host, so clusters cannot collide, and there is nothing to delete by name.
 
-The keeper sits in the switch's namespaces. Each node is a ``sleep`` in its own network, host name, IPC and mount
-namespaces, inside the keeper's PID namespace, so that a launcher running on one node can enter another (``agent``).
+The holder is in the switch's namespaces. Each node is a ``sleep`` in its own network, host name, IPC and mount
+namespaces, inside the holder's PID namespace, so that a launcher running on one node can enter another (``agent``).
 """
 
 import os
@@ -55,7 +55,7 @@ exec nsenter --target "$pid" --net --uts --ipc --mount -- /bin/sh -c 'cd "$0" &&
 
 @dataclass(frozen=True)
 class Node:
-    """One emulated host: its name, its address on the cable, and its pid inside the cluster."""
+    """One emulated host: its name, the address of its link, and its pid inside the cluster."""
 
     name: str
     address: str
@@ -67,7 +67,7 @@ class Space:
     """The namespaces of a running switch and its nodes."""
 
     folder: Path
-    keeper_pid: int
+    holder_pid: int
     nodes: tuple[Node, ...]
 
     @property
@@ -86,18 +86,18 @@ class Space:
 
     def on_switch(self, command: Sequence[str]) -> list[str]:
         """Return the words that run ``command`` beside the switch, from where every node can be entered."""
-        return [*_enter(self.keeper_pid), *command]
+        return [*_enter(self.holder_pid), *command]
 
     def kill_commands(self) -> None:
-        """Kill every process of the cluster but those that keep its namespaces."""
-        keepers = {1, *(node.pid for node in self.nodes)}
-        while pidfds := _pidfds_inside(self.keeper_pid, keepers):
+        """Kill every process of the cluster but those that hold its namespaces."""
+        holders = {1, *(node.pid for node in self.nodes)}
+        while pidfds := _pidfds_inside(self.holder_pid, holders):
             for pidfd in pidfds:
                 _kill(pidfd)
 
 
 def check_available() -> None:
-    """Raise unless this machine has what an emulated cluster needs, as far as looking can tell."""
+    """Raise unless this machine has the tools and the rights that an emulated cluster needs."""
     missing = (tool for tool in _TOOLS if shutil.which(tool) is None)
     problems = [f"{tool} is not on the PATH (install {_TOOLS[tool]})" for tool in missing]
     if os.geteuid() != 0:
@@ -116,14 +116,14 @@ def unavailable(problem: str) -> str:
 
 @contextmanager
 def open_space(folder: Path, nodes: int) -> Iterator[Space]:
-    """Hold a switch and ``nodes`` hosts that do not reach each other yet; all is gone afterwards."""
+    """Hold a switch and ``nodes`` hosts that are not connected yet; nothing of them is left afterwards."""
     check_available()
     unique = folder.name.removeprefix(stale_clusters.PREFIX)
     names = [f"node{i}-{unique}" for i in range(nodes)]
     addresses = [f"10.77.0.{i + 1}" for i in range(nodes)]
     _write_host_files(folder, names, addresses)
-    with _keeper() as keeper_pid, _started_nodes(keeper_pid, folder, names) as pids:
-        yield Space(folder, keeper_pid, tuple(map(Node, names, addresses, pids)))
+    with _namespace_holder() as holder_pid, _started_nodes(holder_pid, folder, names) as pids:
+        yield Space(folder, holder_pid, tuple(map(Node, names, addresses, pids)))
 
 
 def _write_host_files(folder: Path, names: Sequence[str], addresses: Sequence[str]) -> None:
@@ -136,8 +136,8 @@ def _write_host_files(folder: Path, names: Sequence[str], addresses: Sequence[st
 
 
 @contextmanager
-def _keeper() -> Iterator[int]:
-    """Hold the keeper, and yield its pid; see [Note: who keeps what alive]."""
+def _namespace_holder() -> Iterator[int]:
+    """Run the namespace holder, and yield its pid; see [Note: lifetime of a cluster]."""
     unshare = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
     with background([*unshare, "--", *_NAMESPACE_HOLDER]) as process:
         try:
@@ -150,9 +150,9 @@ def _keeper() -> Iterator[int]:
 
 
 @contextmanager
-def _started_nodes(keeper_pid: int, folder: Path, names: Sequence[str]) -> Iterator[list[int]]:
+def _started_nodes(holder_pid: int, folder: Path, names: Sequence[str]) -> Iterator[list[int]]:
     """Hold one process per node, and yield their pids inside the cluster."""
-    unshare = [*_enter(keeper_pid), "unshare", "--net", "--uts", "--ipc", "--mount", "--", "sh", "-c", _NODE, "node"]
+    unshare = [*_enter(holder_pid), "unshare", "--net", "--uts", "--ipc", "--mount", "--", "sh", "-c", _NODE, "node"]
     with ExitStack() as stack:
         started = [stack.enter_context(background([*unshare, str(folder), name])) for name in names]
         for process in started:
@@ -162,7 +162,7 @@ def _started_nodes(keeper_pid: int, folder: Path, names: Sequence[str]) -> Itera
 
 @contextmanager
 def background(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Hold a process in its own session, so that Ctrl-C reaches us alone; it is over and reaped afterwards."""
+    """Run a process in its own session, so that Ctrl-C reaches us alone; it has ended and is reaped afterwards."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     with process:
@@ -173,7 +173,7 @@ def background(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def await_ready(process: subprocess.Popen[str]) -> None:
-    """Return once the process says that it is ready; raise with its own words if it ends instead."""
+    """Return once the process prints "ready"; raise with its error output if it ends instead."""
     first_line = process.stdout.readline() if process.stdout else ""
     if first_line != "ready\n":
         process.kill()
@@ -181,30 +181,30 @@ def await_ready(process: subprocess.Popen[str]) -> None:
         raise ClusterUnavailableError(unavailable(f"namespaces were refused: {errors.strip()}"))
 
 
-def _enter(keeper_pid: int) -> list[str]:
+def _enter(holder_pid: int) -> list[str]:
     """Return the words that run the words after them beside the switch, in the current folder."""
-    pid_namespace = f"--pid=/proc/{keeper_pid}/ns/pid_for_children"
-    nsenter = ["nsenter", "--target", str(keeper_pid), "--net", "--uts", "--ipc", "--mount", pid_namespace, "--"]
+    pid_namespace = f"--pid=/proc/{holder_pid}/ns/pid_for_children"
+    nsenter = ["nsenter", "--target", str(holder_pid), "--net", "--uts", "--ipc", "--mount", pid_namespace, "--"]
     # Entering a mount namespace leads to its root folder; nsenter's own --wd would keep a folder of the old one.
     return [*nsenter, "sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd())]
 
 
-def _pidfds_inside(keeper_pid: int, keepers: set[int]) -> list[int]:
-    """Return a handle for every living process of the cluster whose pid inside it is not in ``keepers``."""
-    inside = Path(f"/proc/{keeper_pid}/ns/pid_for_children").readlink()
+def _pidfds_inside(holder_pid: int, holders: set[int]) -> list[int]:
+    """Return a handle for every living process of the cluster whose pid inside it is not in ``holders``."""
+    inside = Path(f"/proc/{holder_pid}/ns/pid_for_children").readlink()
     pidfds = []
     for entry in Path("/proc").glob("[0-9]*"):
         # A handle first, then the look: a pid that is reused in between cannot be mistaken for ours.
         with suppress(OSError):
             pidfd = os.pidfd_open(int(entry.name))
-            if _is_inside(entry, inside, keepers):
+            if _is_inside(entry, inside, holders):
                 pidfds.append(pidfd)
             else:
                 os.close(pidfd)
     return pidfds
 
 
-def _is_inside(entry: Path, inside: Path, keepers: set[int]) -> bool:
+def _is_inside(entry: Path, inside: Path, holders: set[int]) -> bool:
     try:
         if (entry / "ns/pid").readlink() != inside:
             return False
@@ -212,7 +212,7 @@ def _is_inside(entry: Path, inside: Path, keepers: set[int]) -> bool:
     except OSError:
         return False
     is_zombie = status["State"].strip().startswith("Z")
-    return not is_zombie and int(status["NSpid"].split()[-1]) not in keepers
+    return not is_zombie and int(status["NSpid"].split()[-1]) not in holders
 
 
 def _kill(pidfd: int) -> None:

@@ -78,7 +78,7 @@ def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def receive_rate(connection: socket.socket, nbytes: int) -> float:
-    """Take ``nbytes`` bytes off the connection and return their rate, the first piece's arrival starting the clock."""
+    """Take ``nbytes`` bytes off the connection and return their rate, timed from the arrival of the first bytes."""
     remaining = nbytes - len(_receive_some(connection, min(nbytes, _CHUNK_NBYTES)))
     timed_nbytes, start_s = remaining, time.perf_counter()
     while remaining:
@@ -96,7 +96,7 @@ def serve(address: str) -> None:
 
 
 def measure(address: str, nbytes: int) -> None:
-    """Measure both directions of this node's cable and print them as JSON."""
+    """Measure both directions of this node's link and print them as JSON."""
     with socket.create_connection((address, _PORT), timeout=60) as connection:
         connection.sendall(_LENGTH.pack(nbytes) + bytes(nbytes))
         (sent_bits_per_s,) = _RATE.unpack(receive_exactly(connection, _RATE.size))

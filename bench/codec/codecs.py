@@ -1,4 +1,4 @@
-"""The two that ``bench codec`` compares: our bucket, and the published sequence of torch operations in our words."""
+"""The two codecs that ``bench codec`` compares: our bucket, and the published sequence of torch operations."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ CHUNK = 64
 DECAY = 0.999
 
 
-class Ours:
-    """One tensor and its momentum, kept in place, through everything a bucket does: checks, header and checksum too."""
+class FlexcommCodec:
+    """A bucket of one tensor, with its momentum updated in place; checks, header and checksum included."""
 
     def __init__(self, shape: tuple[int, ...], compressor: Compressor, decay: float = DECAY) -> None:
         self.plan = plan_buffer((TensorSpec("x", shape, torch.float32),), compressor)
@@ -27,26 +27,26 @@ class Ours:
         self.momentum = Momentum(self.state, self.state, decay)
 
     def encode_(self, gradient: Tensor) -> Tensor:
-        """Move what is sent out of the momentum; return the bytes of it."""
+        """Update the momentum, move the sent part out of it, and return that part as bytes."""
         nbytes = encode_bucket_(
             self.plan, [gradient], self.buffer, step=0, sequence=0, kernels=self.kernels, momenta=[self.momentum]
         )
         return self.buffer[:nbytes]
 
     def decode_(self, out: Tensor, gathered: Tensor, nodes: int, average: Average = "contributors") -> None:
-        """Fill ``out`` with the average of as many equally long buffers as there are nodes."""
+        """Fill ``out`` with the average of the buffers of all nodes, which are of equal length."""
         regions = regions_of([f"node {node}" for node in range(nodes)], [gathered.numel() // nodes] * nodes)
         decode_bucket_(self.plan, gathered, regions, [out], step=0, sequence=0, kernels=self.kernels, average=average)
 
 
 class Sent(NamedTuple):
-    """What the published code sends: an int64 index and a float32 for every coefficient, ``[chunks, k]``."""
+    """Payload of the published code: an int64 index and a float32 for every coefficient, ``[chunks, k]``."""
 
     indices: Tensor
     values: Tensor
 
 
-class Published:
+class PublishedCodec:
     """DeMo's step as its authors published it (bloc97/DeMo, ``demo.py``): whole tensors, one operation after another.
 
     Only for lengths that are multiples of the chunk. The learning rate is left out, as it is on our side.
@@ -60,7 +60,7 @@ class Published:
         self.flat = len(shape) == 1
 
     def encode_(self, gradient: Tensor) -> Sent:
-        """Move what is sent out of the momentum; return it."""
+        """Update the momentum, move the sent part out of it, and return that part."""
         self.delta.mul_(DECAY).add_(gradient)
         coefficients = self._transform(self.delta)
         indices = coefficients.abs().topk(self.k, dim=-1, sorted=False).indices
@@ -69,7 +69,7 @@ class Published:
         return sent
 
     def decode(self, gathered: Sequence[Sent]) -> Tensor:
-        """Return the average over those that sent a coefficient."""
+        """Return the average over the nodes that sent a coefficient."""
         indices = torch.cat([sent.indices for sent in gathered], dim=-1)
         return self._restore(Sent(indices, torch.cat([sent.values for sent in gathered], dim=-1)))
 
@@ -98,9 +98,9 @@ def dct_basis(length: int) -> Tensor:
 
 
 def find_agreement(gradient: Tensor, k: int) -> float:
-    """Return the share of coefficients that both send in a first step; what is missing to 1 are near ties."""
+    """Return the share of coefficients that both send in a first step; the rest are near ties."""
     shape = tuple(gradient.shape)
-    ours, theirs = Ours(shape, demo(k, CHUNK, values="fp32")), Published(shape, k)
+    ours, theirs = FlexcommCodec(shape, demo(k, CHUNK, values="fp32")), PublishedCodec(shape, k)
     ours.encode_(gradient)
     sent = theirs.encode_(gradient)
     # Sent as float32, nothing of a coefficient stays behind; the momentum was zero before.

@@ -1,8 +1,8 @@
 """The memory that encode and decode take beyond inputs, momentum, payloads and outputs.
 
-Each is measured in a process of its own, because the kernel remembers only the highest peak of one: everything that
-is given is made and touched, the loops are compiled on a small tensor, and then the peak (``VmHWM``) after one call is
-compared with what was resident (``VmRSS``) before it. glibc keeps freed memory and hands it out again, which would
+Each is measured in a process of its own, because the kernel remembers only the highest peak of one: all inputs are
+made and touched, the loops are compiled on a small tensor, and then the peak (``VmHWM``) after one call is
+compared with the resident size (``VmRSS``) before it. glibc keeps freed memory and hands it out again, which would
 hide a temporary; it is told to give back anything of 64 KiB and more at once. A copy of the input, made afterwards in
 the same process, must be seen whole, or the method does not work here.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bench.codec.codecs import CHUNK, Ours
+from bench.codec.codecs import CHUNK, FlexcommCodec
 from bench.errors import BenchError
 from flexcomm import Compressor, demo, threshold
 
@@ -36,8 +36,8 @@ VERBS = ("encode", "decode")
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a verb took beyond what it was given."""
+class ExtraMemory:
+    """Peak memory of a verb beyond its inputs and outputs."""
 
     case: str
     verb: str
@@ -45,14 +45,14 @@ class Taken:
 
 
 class MemoryUnknownError(BenchError):
-    """The machine does not tell how much memory a process took."""
+    """The peak memory of a process cannot be read on this machine."""
 
 
-def measure_memory(cases: int) -> list[Taken]:
-    """Return what the first so many cases took, for each verb."""
+def measure_memory(cases: int) -> list[ExtraMemory]:
+    """Return the extra memory of the first ``cases`` cases, for each verb."""
     if not _STATUS.exists():
         raise MemoryUnknownError(f"{_STATUS} is not here: only Linux tells the peak of a process.")
-    return [Taken(case, verb, _measure_alone(case, verb)) for case in list(_CASES)[:cases] for verb in VERBS]
+    return [ExtraMemory(case, verb, _measure_alone(case, verb)) for case in list(_CASES)[:cases] for verb in VERBS]
 
 
 def _measure_alone(case: str, verb: str) -> float:
@@ -87,8 +87,8 @@ def _main(case: str, verb: str) -> None:
 
 
 def _prepare(shape: tuple[int, ...], compressor: Compressor, verb: str) -> Callable[[], object]:
-    """Return the call to be measured; all that it is given is made, and touched."""
-    ours, gradient = Ours(shape, compressor), torch.empty(shape).normal_()
+    """Return the call to be measured; its inputs are made, and touched."""
+    ours, gradient = FlexcommCodec(shape, compressor), torch.empty(shape).normal_()
     if verb == "encode":
         return lambda: ours.encode_(gradient)
     gathered = ours.encode_(gradient).repeat(_NODES)

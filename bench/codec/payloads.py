@@ -16,8 +16,8 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from bench.codec.codecs import CHUNK, Ours
-from bench.codec.speed import draw_gradient, take_turns
+from bench.codec.codecs import CHUNK, FlexcommCodec
+from bench.codec.speed import draw_gradient, interleave
 from flexcomm import demo
 from flexcomm.codec.wire import plan_layout
 from flexcomm.compress import ValueName
@@ -25,10 +25,15 @@ from flexcomm.compress import ValueName
 NODES = 2
 _KS = {64: (1, 4, 8, 16, 32), 4096: (1, 8, 32, 128, 512)}
 _ALL_VALUES_AT = (4096, 32)
+VALUE_NAMES: tuple[ValueName, ...] = tuple(name for name in get_args(ValueName) if name != "native")
+_SIZES = (256, 512, 512, 64)
+_BATCH = 128
+_STEP_LENGTH = 1e-3
+_SEED = 0
 
 
 @dataclass(frozen=True)
-class Weight:
+class PayloadBits:
     """One payload: ``n`` coefficients in a chunk, ``k`` of them sent. Bits are per sent coefficient."""
 
     n: int
@@ -46,19 +51,19 @@ class Weight:
         return f"bits_{self.n}_{self.k}_{self.values}"
 
 
-def measure_weights(shape: tuple[int, int], rounds: int) -> list[Weight]:
-    """Return what payloads weigh for several n and k, and for every value code at one of them."""
+def measure_bits(shape: tuple[int, int], rounds: int) -> list[PayloadBits]:
+    """Return the bits of payloads for several n and k, and for every value code at one of them."""
     cases: list[tuple[int, int, ValueName]] = [(n, k, "bf16") for n, ks in _KS.items() for k in ks]
     cases += [(*_ALL_VALUES_AT, values) for values in VALUE_NAMES if values != "bf16"]
     return [_measure(shape, case, rounds) for case in cases]
 
 
-def _measure(shape: tuple[int, int], case: tuple[int, int, ValueName], rounds: int) -> Weight:
+def _measure(shape: tuple[int, int], case: tuple[int, int, ValueName], rounds: int) -> PayloadBits:
     n, k, values = case
     gradient = draw_gradient(shape if n == CHUNK * CHUNK else (math.prod(shape),), seed=0)
-    ours, out = Ours(tuple(gradient.shape), demo(k, CHUNK, values)), torch.empty_like(gradient)
+    ours, out = FlexcommCodec(tuple(gradient.shape), demo(k, CHUNK, values)), torch.empty_like(gradient)
     gathered = ours.encode_(gradient).repeat(NODES)
-    seconds = take_turns(
+    seconds = interleave(
         {
             "encode": lambda: ours.encode_(gradient),
             "decode": lambda: ours.decode_(out, gathered, NODES),
@@ -70,28 +75,21 @@ def _measure(shape: tuple[int, int], case: tuple[int, int, ValueName], rounds: i
     layout = plan_layout(plan, plan.entries)
     index_bits = (plan.entries * layout.entry_bits + plan.chunks * layout.chunk_bits) / plan.entries
     speeds = {f"{name}_gb_per_s": gradient.nbytes / spent.wall_s / 1e9 for name, spent in seconds.items()}
-    return Weight(n, k, values, 8 * ours.plan.nbytes / plan.entries, index_bits, entropy_bits(n, k), **speeds)
+    return PayloadBits(n, k, values, 8 * ours.plan.nbytes / plan.entries, index_bits, entropy_bits(n, k), **speeds)
 
 
 def entropy_bits(n: int, k: int) -> float:
-    """Return log2 C(n, k) / k: what no code for the index sets of uniformly drawn coefficients can beat, each."""
+    """Return log2 C(n, k) / k: the least bits per index of any code for uniformly drawn index sets."""
     return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2) / k
 
 
-def bits_of(weights: Sequence[Weight], figures: Sequence[str]) -> dict[str, float]:
-    """Return those figures."""
-    return {weight.figure: weight.bits for weight in weights if weight.figure in figures}
-
-
-VALUE_NAMES: tuple[ValueName, ...] = tuple(name for name in get_args(ValueName) if name != "native")
-_SIZES = (256, 512, 512, 64)
-_BATCH = 128
-_STEP_LENGTH = 1e-3
-_SEED = 0
+def bits_of(payloads: Sequence[PayloadBits], figures: Sequence[str]) -> dict[str, float]:
+    """Return the bits of the payloads named in ``figures``."""
+    return {one.figure: one.bits for one in payloads if one.figure in figures}
 
 
 @dataclass(frozen=True)
-class Loss:
+class CodeError:
     """A code's relative L2 error: the mean over the last third of the steps, and the worst of all steps."""
 
     values: ValueName
@@ -100,11 +98,11 @@ class Loss:
     worst: float
 
 
-def measure_losses(ks: Sequence[int], steps: int) -> list[Loss]:
-    """Return what each value code loses for each k; float32 loses nothing."""
+def measure_code_errors(ks: Sequence[int], steps: int) -> list[CodeError]:
+    """Return the error of each value code for each k; float32 has none."""
     cases = [(values, k) for values in VALUE_NAMES if values != "fp32" for k in ks]
     errors = ((values, k, list(_train(k, values, steps))) for values, k in cases)
-    return [Loss(values, k, fmean(found[-(steps // 3) :]), max(found)) for values, k, found in errors]
+    return [CodeError(values, k, fmean(found[-(steps // 3) :]), max(found)) for values, k, found in errors]
 
 
 def _train(k: int, values: ValueName, steps: int) -> Iterator[float]:
@@ -134,15 +132,15 @@ def _network(generator: torch.Generator) -> nn.Sequential:
 
 
 class Sender:
-    """A weight's momentum; ``squares`` are those of what the last payload lost, and of what it should have held."""
+    """A weight's momentum; ``squares`` are the squared norms of the last payload's error and of its exact values."""
 
     def __init__(self, weight: Tensor, k: int, values: ValueName) -> None:
-        self.coded = Ours(tuple(weight.shape), demo(k, CHUNK, values))
-        self.exact = Ours(tuple(weight.shape), demo(k, CHUNK, "fp32"))
+        self.coded = FlexcommCodec(tuple(weight.shape), demo(k, CHUNK, values))
+        self.exact = FlexcommCodec(tuple(weight.shape), demo(k, CHUNK, "fp32"))
         self.squares = (0.0, 1.0)
 
     def send_(self, gradient: Tensor) -> Tensor:
-        """Return what the others would receive."""
+        """Return the update that the other nodes would receive."""
         self.exact.state.copy_(self.coded.state)
         exact, coded = (_round_trip(side, gradient) for side in (self.exact, self.coded))
         # The transform is orthonormal: errors of elements are errors of coefficients.
@@ -150,7 +148,7 @@ class Sender:
         return coded
 
 
-def _round_trip(side: Ours, gradient: Tensor) -> Tensor:
+def _round_trip(side: FlexcommCodec, gradient: Tensor) -> Tensor:
     out = torch.empty_like(gradient)
     side.decode_(out, side.encode_(gradient), nodes=1)
     return out

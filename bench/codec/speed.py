@@ -16,24 +16,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.codec.codecs import CHUNK, Ours, Published, find_agreement
+from bench.codec.codecs import CHUNK, FlexcommCodec, PublishedCodec, find_agreement
 from bench.errors import BenchError
 from flexcomm import demo
 
 _SAME_SELECTION = 0.999
 """Both transforms round differently, so of two nearly equal coefficients either may be sent."""
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
+_NEVER_TRIM = (1 << 31) - 1
 
 
 class Seconds(NamedTuple):
-    """Medians over rounds. CPU seconds do not count what others on the machine took."""
+    """Medians over rounds. CPU seconds do not include other load on the machine."""
 
     wall_s: float
     cpu_s: float
 
 
 @dataclass(frozen=True)
-class Race:
-    """One comparison. ``figure`` is the name of its speedup."""
+class Comparison:
+    """Seconds of both codecs for one case. ``figure`` is the name of the speedup."""
 
     figure: str
     case: str
@@ -65,15 +68,15 @@ def geometries(shape: tuple[int, int]) -> list[Geometry]:
     ]
 
 
-def race_encode(geometry: Geometry, rounds: int) -> Race:
-    """Time encoding the same gradients into momenta of either kind."""
+def compare_encode(geometry: Geometry, rounds: int) -> Comparison:
+    """Time encoding the same gradients by both codecs."""
     gradient = draw_gradient(geometry.shape, seed=0)
     _check_same_selection(geometry, gradient)
-    ours, published = Ours(geometry.shape, demo(geometry.k, CHUNK)), Published(geometry.shape, geometry.k)
-    seconds = take_turns(
+    ours, published = FlexcommCodec(geometry.shape, demo(geometry.k, CHUNK)), PublishedCodec(geometry.shape, geometry.k)
+    seconds = interleave(
         {"ours": lambda: ours.encode_(gradient), "published": lambda: published.encode_(gradient)}, rounds
     )
-    return Race(f"encode_speedup{geometry.suffix or '_2d'}", geometry.case, **seconds)
+    return Comparison(f"encode_speedup{geometry.suffix or '_2d'}", geometry.case, **seconds)
 
 
 def _check_same_selection(geometry: Geometry, gradient: Tensor) -> None:
@@ -85,27 +88,27 @@ def _check_same_selection(geometry: Geometry, gradient: Tensor) -> None:
         )
 
 
-def race_decode(geometry: Geometry, nodes: Sequence[int], rounds: int) -> list[Race]:
-    """Time decoding and averaging the payloads of so many nodes, each with a gradient of its own."""
+def compare_decode(geometry: Geometry, nodes: Sequence[int], rounds: int) -> list[Comparison]:
+    """Time decoding and averaging the payloads of several nodes, each with a gradient of its own."""
     most = max(nodes)
     gradients = [draw_gradient(geometry.shape, seed) for seed in range(most)]
-    ours, published = Ours(geometry.shape, demo(geometry.k, CHUNK)), Published(geometry.shape, geometry.k)
+    ours, published = FlexcommCodec(geometry.shape, demo(geometry.k, CHUNK)), PublishedCodec(geometry.shape, geometry.k)
     buffers = [ours.encode_(gradient).clone() for gradient in gradients]
     sent = [published.encode_(gradient) for gradient in gradients]
     out = torch.empty(geometry.shape).fill_(0.0)
 
-    def race(count: int) -> Race:
+    def compare(count: int) -> Comparison:
         gathered = torch.cat(buffers[:count])
-        seconds = take_turns(
+        seconds = interleave(
             {
                 "ours": lambda: ours.decode_(out, gathered, count),
                 "published": lambda: published.decode(sent[:count]),
             },
             rounds,
         )
-        return Race(f"decode_speedup{geometry.suffix}_{count}", f"{geometry.case}, {count} nodes", **seconds)
+        return Comparison(f"decode_speedup{geometry.suffix}_{count}", f"{geometry.case}, {count} nodes", **seconds)
 
-    return [race(count) for count in nodes]
+    return [compare(count) for count in nodes]
 
 
 def draw_gradient(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -113,8 +116,8 @@ def draw_gradient(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(seed)).view(shape)
 
 
-def take_turns(bodies: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Seconds]:
-    """Time the bodies one after the other, ``rounds`` times, so that whatever else the machine does falls on all alike.
+def interleave(bodies: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Seconds]:
+    """Time the bodies one after the other, ``rounds`` times, so that other load on the machine affects all of them.
 
     One more round comes first and does not count: it compiles, and finds pages.
     """
@@ -131,13 +134,8 @@ def _time_once(body: Callable[[], object]) -> Seconds:
     return Seconds(time.perf_counter() - wall_s, time.process_time() - cpu_s)
 
 
-_TRIM_THRESHOLD = -1
-_MMAP_MAX = -4
-_NEVER_TRIM = (1 << 31) - 1
-
-
 def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, however large, until the process ends; False if this is no glibc."""
+    """Have malloc keep freed memory, however large, until the process ends; return False if this is not glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:

@@ -1,4 +1,4 @@
-"""What ``bench collectives`` is told: sizes, compressors, element types; from words to values."""
+"""Parsing of the arguments of ``bench collectives``: sizes, compressors, element types."""
 
 import inspect
 import re
@@ -33,7 +33,7 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class NamedCompressor:
-    """A compressor, and the words that asked for it."""
+    """A compressor, and the argument that named it."""
 
     name: str
     compressor: Compressor
@@ -65,7 +65,7 @@ def _grow(least_nbytes: int, most_nbytes: int, factor: float) -> Iterator[int]:
 
 
 def plan_shape(nbytes: int, itemsize: int) -> tuple[int, int]:
-    """Return the matrix that is measured for a size: as many elements as fit, but in whole chunks.
+    """Return the shape of the matrix for a size: as many elements as fit, but in whole chunks.
 
     Below 4096 elements a power of two, from there on a multiple of 4096, as square as that allows.
     """
@@ -122,7 +122,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def parse_algorithm(name: str) -> Algorithm:
-    """Return ``name`` if it is a way between nodes, or ``auto``."""
+    """Return ``name`` if it is an algorithm between nodes, or ``auto``."""
     for algorithm in get_args(Algorithm):
         if algorithm == name:
             found: Algorithm = algorithm

@@ -1,4 +1,4 @@
-"""``python -m bench collectives``: what averaging a tensor costs, by size and compressor, beside a plain all-reduce.
+"""``python -m bench collectives``: the cost of averaging a tensor, by size and compressor, beside a plain all-reduce.
 
 In the manner of nccl-tests: the same options, a line for each size, results checked in the same run. Runs under mpirun,
 torchrun or ``python -m bench cluster``; started alone, it starts two ranks as two nodes of this host by itself.
@@ -65,7 +65,7 @@ PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help=
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, in values."""
+    """Sizes, compressors and repetitions to measure."""
 
     shapes: tuple[tuple[int, int], ...]
     iterations: int
@@ -86,7 +86,7 @@ class Settings:
 
 @dataclass
 class Findings:
-    """What was measured so far; a run that is interrupted keeps it."""
+    """Rows measured so far; an interrupted run reports them."""
 
     rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -160,7 +160,7 @@ def plan_shapes(least_nbytes: int, most_nbytes: int, factor: float, dtype: str) 
 
 
 def plan_methods(settings: Settings, world: World) -> tuple[list[Method], list[str]]:
-    """Return what is measured, and why some of what was asked for is not."""
+    """Return the methods to measure, and the reasons why some that were asked for are skipped."""
     methods: list[Method] = []
     skipped = []
     for asked in settings.compressors:
@@ -178,7 +178,7 @@ def plan_methods(settings: Settings, world: World) -> tuple[list[Method], list[s
 
 
 def _run(settings: Settings, methods: Sequence[Method], world: World, link: Link | None, findings: Findings) -> None:
-    """Measure everything; rank 0 prints it. What ends that early still finds printed what there is."""
+    """Measure everything; rank 0 prints it. The rows so far are also printed if it is interrupted."""
     total = len(methods) * len(settings.shapes)
     first = world.topology.rank == 0
     printer = Printer([method.name for method in methods], total) if first else None
@@ -229,7 +229,7 @@ def average_mb_per_s(rows: Sequence[Row], name: str) -> float:
 
 
 def make_report(findings: Findings, settings: Settings, link: Link | None) -> Report:
-    """Return what targets can bound, and all rows."""
+    """Return the figures that targets can bound, and all rows."""
     baselines = frozenset(f"all-reduce {name}" for name in settings.baselines)
     figures: dict[str, float] = {}
     unmeasured: dict[str, str] = {}

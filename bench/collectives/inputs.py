@@ -1,4 +1,4 @@
-"""Inputs whose average is known beforehand, for any compressor, and how many elements of a result differ from it.
+"""Inputs whose average is known beforehand, for any compressor, and the count of wrong elements in a result.
 
 [Note: exact inputs] Every node's average holds, in the compressor's own coordinates and in each chunk, exactly as many
 nonzero coefficients as are sent, all of one magnitude, a power of two. Then nothing is left out, every value code is
@@ -19,55 +19,55 @@ _MAGNITUDES = 3
 _FLOAT_CODES = {ValueCode.FP32: torch.float32, ValueCode.BF16: torch.bfloat16, ValueCode.FP16: torch.float16}
 
 
-def make_input(plan: TensorPlan, shape: tuple[int, ...], dtype: torch.dtype, place: Topology) -> Tensor:
+def make_input(plan: TensorPlan, shape: tuple[int, ...], dtype: torch.dtype, topology: Topology) -> Tensor:
     """Return the tensor that this rank passes in."""
-    flat = _elements(plan, _coefficients(plan, place.node)).view(-1)
-    across = 2 * place.local_rank - (place.local_size - 1)
+    flat = _elements(plan, _coefficients(plan, topology.node)).view(-1)
+    across = 2 * topology.local_rank - (topology.local_size - 1)
     flat += across * _at_least(plan.tau) * (torch.arange(flat.numel()) % 5 - 2)
     return flat.view(shape).to(dtype)
 
 
-def expect_average(plan: TensorPlan, shape: tuple[int, ...], place: Topology) -> Tensor:
+def expect_average(plan: TensorPlan, shape: tuple[int, ...], topology: Topology) -> Tensor:
     """Return, in float64, the average over all ranks of what they pass in."""
     total = torch.zeros(plan.chunks, plan.chunk_numel, dtype=torch.float64)
-    for node in range(place.nodes):
+    for node in range(topology.nodes):
         total += _coefficients(plan, node)
-    return _elements(plan, total / place.nodes).view(shape)
+    return _elements(plan, total / topology.nodes).view(shape)
 
 
-def count_wrong(out: Tensor, expected: Tensor, plan: TensorPlan, place: Topology) -> int:
-    """Return how many elements are not what they must be: exactly, where arithmetic allows it.
+def count_wrong(out: Tensor, expected: Tensor, plan: TensorPlan, topology: Topology) -> int:
+    """Return how many elements are wrong; they must be exact where arithmetic allows it.
 
     Of a selection that all ranks share, each element must be the average or zero, and as many as promised the former.
     """
     error = (out.double() - expected).abs()
     # Not `error > tolerance`: NaN is wrong, and compares false with everything.
-    good = error <= tolerance(out.dtype, expected, plan, place)
+    good = error <= tolerance(out.dtype, expected, plan, topology)
     if plan.selection not in _SHARED:
         return int((~good).sum())
     sent = int((out != 0).sum())
     return int((~good & (out != 0)).sum()) + abs(sent - plan.chunks * plan.keep)
 
 
-def tolerance(dtype: torch.dtype, expected: Tensor, plan: TensorPlan, place: Topology) -> float:
-    """Return what rounding may do to an element: nothing to whole numbers over powers of two in their own coordinates.
+def tolerance(dtype: torch.dtype, expected: Tensor, plan: TensorPlan, topology: Topology) -> float:
+    """Return the rounding error an element may have: none for whole numbers over powers of two, untransformed.
 
     A transform rounds in every step, a scale of 16 bits once, and a third has no end in binary.
     """
-    halves = all(count & (count - 1) == 0 for count in (place.nodes, place.local_size))
-    if halves and not plan.transformed and _can_count(plan.values, place):
+    halves = all(count & (count - 1) == 0 for count in (topology.nodes, topology.local_size))
+    if halves and not plan.transformed and _can_count(plan.values, topology):
         return 0.0
     coarsest = max(torch.finfo(one).eps for one in (dtype, _FLOAT_CODES.get(plan.values, dtype)))
     scale = torch.finfo(torch.bfloat16).eps if plan.values.scales else 0.0
     largest = float(expected.abs().max()) if expected.numel() else 0.0
-    return (32 * coarsest + scale) * max(largest, place.local_size * _at_least(plan.tau))
+    return (32 * coarsest + scale) * max(largest, topology.local_size * _at_least(plan.tau))
 
 
-def _can_count(code: ValueCode, place: Topology) -> bool:
+def _can_count(code: ValueCode, topology: Topology) -> bool:
     """Return whether a value code holds every sum that can come up, on any rank and in any order, without rounding."""
     if code not in _FLOAT_CODES:
         return False
-    largest: int = 2 ** (_MAGNITUDES - 1) * place.size + place.local_size**2
+    largest: int = 2 ** (_MAGNITUDES - 1) * topology.size + topology.local_size**2
     return largest <= 2 / torch.finfo(_FLOAT_CODES[code]).eps
 
 
@@ -77,8 +77,8 @@ def _coefficients(plan: TensorPlan, node: int) -> Tensor:
     position = torch.arange(plan.chunk_numel).view(1, -1)
     numel, keep = _density(plan)
     # Evenly spaced: of any `numel` places in a row, `keep` are taken.
-    place = position + chunk * (plan.chunk_numel if plan.selection is Selection.ABOVE else 7) + 13 * node
-    is_sent = place * keep % numel < keep
+    offset = position + chunk * (plan.chunk_numel if plan.selection is Selection.ABOVE else 7) + 13 * node
+    is_sent = offset * keep % numel < keep
     is_negative = (position * 40503 + chunk * 9973 >> 4) & 1
     magnitude = 2.0 ** (node % _MAGNITUDES) * _at_least(plan.tau)
     return torch.where(is_sent & _is_whole(plan).view(-1, 1), magnitude * (1.0 - 2.0 * is_negative), 0.0)
@@ -119,7 +119,7 @@ def _elements(plan: TensorPlan, coefficients: Tensor) -> Tensor:
 
 def _dct(n: int) -> Tensor:
     """Return the orthonormal DCT-II as a matrix; its rows are the basis."""
-    frequency, place = torch.arange(n, dtype=torch.float64).view(-1, 1), torch.arange(n, dtype=torch.float64)
-    basis = torch.cos(math.pi / n * (place + 0.5) * frequency) * math.sqrt(2 / n)
+    frequency, position = torch.arange(n, dtype=torch.float64).view(-1, 1), torch.arange(n, dtype=torch.float64)
+    basis = torch.cos(math.pi / n * (position + 0.5) * frequency) * math.sqrt(2 / n)
     basis[0] /= math.sqrt(2)
     return basis

@@ -1,4 +1,4 @@
-"""One line of the table: check a method on exact inputs, time it on random ones, and gather what all ranks saw."""
+"""One line of the table: check a method on exact inputs, time it on random ones, and gather the times of all ranks."""
 
 import hashlib
 import math
@@ -21,7 +21,7 @@ _MB = 10**6
 
 @dataclass(frozen=True)
 class Case:
-    """A tensor of ``shape`` to be averaged, so many times."""
+    """A tensor of ``shape`` to be averaged, and the number of repetitions."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What one method did with one size; ``None`` where nothing was measured, or nothing travels.
+    """Results of one method for one size; ``None`` where nothing was measured, or nothing is sent.
 
     Times are those of the slowest rank in each iteration, and so are encode, intra and decode; inter lasts from when
     the last rank has encoded until the last rank has everything. All are medians over iterations. Bytes are means over
@@ -80,16 +80,16 @@ def measure(method: Method, case: Case, world: World, link: Link | None) -> Row:
     plan = method.plan(case.spec)
     wrong = verify(method, plan, case, world) if case.checked else None
     gathered = _time(method, plan, case, world)
-    return summarise(gathered, method.name, plan.way, case, world.topology, link, wrong)
+    return summarise(gathered, method.name, plan.algorithm, case, world.topology, link, wrong)
 
 
 def verify(method: Method, plan: Plan, case: Case, world: World) -> int:
     """Return how many elements, on all ranks together, are not the average, or not the same bits as on rank 0."""
-    place = world.topology
-    x = make_input(plan.tensor, case.shape, case.dtype, place).to(world.device)
+    topology = world.topology
+    x = make_input(plan.tensor, case.shape, case.dtype, topology).to(world.device)
     out, _ = method.average(x)
-    expected = expect_average(plan.tensor, case.shape, place).to(out.device)
-    wrong = torch.tensor([max(count_wrong(out, expected, plan.tensor, place), _count_unlike(out, world))])
+    expected = expect_average(plan.tensor, case.shape, topology).to(out.device)
+    wrong = torch.tensor([max(count_wrong(out, expected, plan.tensor, topology), _count_unlike(out, world))])
     return int(world.control.all_reduce(wrong).wait())
 
 
@@ -138,20 +138,20 @@ def _count_kept(plan: Plan, x: Tensor, world: World) -> int:
 
 
 def summarise(
-    gathered: Tensor, name: str, way: str, case: Case, place: Topology, link: Link | None, wrong: int | None
+    gathered: Tensor, name: str, algorithm: str, case: Case, topology: Topology, link: Link | None, wrong: int | None
 ) -> Row:
-    """Return the line that ``[ranks, iterations, fields]`` of one method and size come to."""
+    """Return the line of one method and size from its ``[ranks, iterations, fields]``."""
     fields = {field: gathered[:, :, number] for number, field in enumerate(_FIELDS)}
     times_s = sorted(fields["time_s"].amax(dim=0).tolist())
     inter_s = median(_last_phase(fields["encode_s"], fields["inter_s"]))
     wire, payload, kept = (float(fields[one].mean()) for one in ("wire_nbytes", "payload_nbytes", "kept"))
-    wire_bytes_per_s = wire * place.local_size / inter_s if wire and inter_s else None
+    wire_bytes_per_s = wire * topology.local_size / inter_s if wire and inter_s else None
     return Row(
         size_nbytes=case.nbytes,
         count=case.count,
         dtype=case.dtype_name,
         compressor=name,
-        algorithm=way,
+        algorithm=algorithm,
         time_min_s=times_s[0],
         time_median_s=median(times_s),
         time_p99_s=_percentile(times_s, 0.99),

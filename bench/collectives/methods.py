@@ -1,4 +1,4 @@
-"""The contestants of ``bench collectives``: our synchronisation with a compressor, and an all-reduce of everything."""
+"""Methods of ``bench collectives``: our synchronisation with a compressor, and an all-reduce of everything."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from bench.collectives.arguments import DTYPES, NamedCompressor
-from bench.world import crossing_nbytes, everybody
+from bench.world import all_ranks_transport, crossing_nbytes
 from flexcomm import TensorSpec, World, dense, start_sync
 from flexcomm.codec import plan_tensor
 from flexcomm.kernels import Selection, TensorPlan
@@ -16,7 +16,7 @@ from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
 
 
 class Cost(NamedTuple):
-    """What one call took on this rank. Bytes are those between nodes; None where the call itself is all there is."""
+    """Bytes between nodes and seconds of one call on this rank; ``inter_s`` is None if the call has no other phase."""
 
     wire_nbytes: float
     payload_nbytes: float
@@ -27,27 +27,27 @@ class Cost(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What follows from a tensor's shape: what is sent of it, by which way, and how many elements this rank sends."""
+    """Plan that follows from a tensor's shape: its encoding, the algorithm, and how many elements this rank sends."""
 
     tensor: TensorPlan
-    way: str
+    algorithm: str
     kept: int | None
 
 
 class Method(Protocol):
-    """A way to average one tensor over all ranks."""
+    """Averages one tensor over all ranks."""
 
     @property
     def name(self) -> str:
-        """How people call it."""
+        """The name in the table."""
         ...
 
     def plan(self, spec: TensorSpec) -> Plan:
-        """Return what follows from the shape; moves nothing."""
+        """Return the plan for a shape; moves no data."""
         ...
 
     def average(self, x: Tensor) -> tuple[Tensor, Cost]:
-        """Return the average of every rank's ``x``, and what it cost."""
+        """Return the average of every rank's ``x``, and its cost."""
         ...
 
 
@@ -68,11 +68,11 @@ class Sync:
         plans = [bucket.buffers[self.world.intra.rank] for bucket in buckets]
         counts = [plan.count for plan in plans]
         whole = plan_tensor(spec, self.asked.compressor)
-        ways = "+".join(dict.fromkeys(bucket.algorithm for bucket in buckets))
-        if ways == "dense":
+        algorithms = "+".join(dict.fromkeys(bucket.algorithm for bucket in buckets))
+        if algorithms == "dense":
             # Everything travels, so everything must arrive, whatever the compressor would have left out.
             whole = dense().plan(spec) if whole.selection in (Selection.SHUFFLED, Selection.STRIDED) else whole
-        return Plan(whole, ways, None if -1 in counts else sum(counts))
+        return Plan(whole, algorithms, None if -1 in counts else sum(counts))
 
     def average(self, x: Tensor) -> tuple[Tensor, Cost]:
         handle = start_sync(x, self.asked.compressor, world=self.world, algorithm=self.algorithm)
@@ -110,8 +110,8 @@ class AllReduce:
         return Plan(tensor, "all-reduce", tensor.chunks * tensor.chunk_numel)
 
     def average(self, x: Tensor) -> tuple[Tensor, Cost]:
-        place, dtype = self.world.topology, DTYPES[self.wire_name]
+        topology, dtype = self.world.topology, DTYPES[self.wire_name]
         buffer = x.to(dtype, copy=True)
-        everybody(self.world).all_reduce(buffer).wait()
-        out = buffer.to(x.dtype).div_(place.size)
-        return out, Cost(crossing_nbytes(buffer.nbytes, place), buffer.nbytes)
+        all_ranks_transport(self.world).all_reduce(buffer).wait()
+        out = buffer.to(x.dtype).div_(topology.size)
+        return out, Cost(crossing_nbytes(buffer.nbytes, topology), buffer.nbytes)

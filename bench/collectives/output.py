@@ -13,11 +13,12 @@ from bench.errors import UsageError
 from bench.tables import is_terminal, print_table, show_size
 
 ABSENT = "-"
+_MOST_TICKS = 10
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, the unit under it, how to write a row's cell, and the width that leaves room for what may come."""
+    """A heading, its unit, the format of a row's cell, and a width that is enough for later rows."""
 
     heading: str
     unit: str
@@ -27,7 +28,7 @@ class Column:
 
 
 def show_number(number: float | None) -> str:
-    """Return three digits that count, never with an exponent; a dash for what is not there."""
+    """Return three significant digits, never with an exponent; a dash for None."""
     if number is None:
         return ABSENT
     return f"{number:.0f}" if abs(number) >= 100 else f"{number:.1f}" if abs(number) >= 10 else f"{number:.2f}"
@@ -69,7 +70,7 @@ COLUMNS = (
 
 
 class Lines:
-    """The table as plain lines, each as soon as it is known: widths are settled beforehand."""
+    """The table as plain lines, each as soon as it is known: widths are fixed beforehand."""
 
     def __init__(self, compressors: Sequence[str]) -> None:
         longest = {"compressor": max(map(len, compressors), default=0)}
@@ -188,9 +189,6 @@ class _Bar:
         self._progress.stop()
 
 
-_MOST_TICKS = 10
-
-
 def check_plot_possible(file: Path) -> None:
     """Raise, before anything is measured, unless a plot can be drawn into ``file``."""
     try:
@@ -208,7 +206,7 @@ def check_plot_possible(file: Path) -> None:
 
 
 def draw_plot(rows: Sequence[Row], title: str, file: Path) -> None:
-    """Draw what was measured; methods keep their colours and marks in both halves."""
+    """Draw all rows; a method has the same colour and mark in both halves."""
     # Not pyplot: that looks for a display, and keeps every figure it made.
     from matplotlib.figure import Figure
 

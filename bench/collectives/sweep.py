@@ -1,7 +1,7 @@
-"""``python -m bench sweep``: one exchange on emulated clusters of several sizes, rates and launchers, in one table.
+"""``python -m bench sweep``: one collective on emulated clusters of several sizes, rates and launchers, in one table.
 
-Beside what was measured stands what the link allows: so it shows whether a cable is full, and whether the cost grows
-with the number of nodes as it should.
+The measured time stands beside the time that the link allows. The table shows whether links are full, and whether the
+cost is linear in the number of nodes.
 """
 
 import json
@@ -28,7 +28,7 @@ _QUICK_ITERATIONS = 3
 _TARGET_NODES = 4
 
 NodesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of nodes, of one rank each.")]
-RatesOption = Annotated[str, typer.Option(metavar="RATE,...", help="What each cable carries, each way.")]
+RatesOption = Annotated[str, typer.Option(metavar="RATE,...", help="Rates of each link, in each direction.")]
 LaunchersOption = Annotated[str, typer.Option(metavar="NAME,...", help="torchrun (gloo), openmpi, mpich.")]
 LeastOption = Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Bytes of the smallest tensor.")]
 MostOption = Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Bytes of the largest.")]
@@ -40,7 +40,7 @@ IterationsOption = Annotated[int, typer.Option("-n", "--iterations", help="Timed
 
 @dataclass(frozen=True)
 class Row:
-    """One exchange on one cluster. ``link_s`` is what its bytes take at the cable's rate."""
+    """One collective on one cluster. ``link_s`` is the time of its bytes at the link's rate."""
 
     nodes: int
     rate: str
@@ -60,8 +60,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What every cluster is given to do."""
+class SweepCase:
+    """Arguments of ``bench collectives``, the same on every cluster."""
 
     least: str
     most: str
@@ -71,7 +71,7 @@ class Exchange:
     iterations: int
 
     def arguments(self) -> list[str]:
-        """Return how to ask ``bench collectives`` for it."""
+        """Return them as words of the command line."""
         sizes = ["-b", self.least, "-e", self.most, "-f", str(self.factor), "-n", str(self.iterations)]
         return [*sizes, "--compressor", self.compressor, "--algorithm", self.algorithm, "--no-baselines"]
 
@@ -90,14 +90,14 @@ def sweep(
     quick: QuickOption = False,
     check: CheckOption = False,
 ) -> None:
-    """Run one exchange on every combination of nodes, rates and launchers, and show it beside what the link allows.
+    """Run one collective on every combination of nodes, rates and launchers, beside the time that the link allows.
 
     Needs root, as every emulated cluster does.
     """
     chosen = [parse_launcher(word) for word in split_words("--launchers", launchers)]
     counts = parse_counts("--nodes", nodes)
     specs = [ClusterSpec(number, 1, rate) for rate in split_words("--rates", rates) for number in counts]
-    exchange = Exchange(least, most, factor, compressor, algorithm, _QUICK_ITERATIONS if quick else iterations)
+    case = SweepCase(least, most, factor, compressor, algorithm, _QUICK_ITERATIONS if quick else iterations)
     check_available()
     for launcher in chosen:
         find_launcher(launcher)
@@ -106,16 +106,16 @@ def sweep(
         with open_cluster(spec) as cluster:
             for launcher in chosen:
                 print(f"{spec.nodes} nodes, {spec.rate}, {launcher} ...", file=sys.stderr, flush=True)
-                rows += run_exchange(cluster, launcher, exchange)
-    print_rows(rows, exchange)
-    raise typer.Exit(conclude(make_report(rows, exchange), json_file=json_file, check=check))
+                rows += run_case(cluster, launcher, case)
+    print_rows(rows, case)
+    raise typer.Exit(conclude(make_report(rows, case), json_file=json_file, check=check))
 
 
-def run_exchange(cluster: Cluster, launcher: Launcher, exchange: Exchange) -> Iterator[Row]:
-    """Yield what ``bench collectives`` finds on a cluster."""
+def run_case(cluster: Cluster, launcher: Launcher, case: SweepCase) -> Iterator[Row]:
+    """Yield the rows of ``bench collectives`` on a cluster."""
     with TemporaryDirectory(prefix="flexcomm-sweep-") as folder:
         found = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "bench", "collectives", *exchange.arguments(), "--json", str(found)]
+        command = [sys.executable, "-m", "bench", "collectives", *case.arguments(), "--json", str(found)]
         cluster.run_to_end(command, launcher=launcher, timeout_s=_TIMEOUT_S)
         lines = json.loads(found.read_text())["rows"]
     for line in lines:
@@ -138,9 +138,9 @@ def _row(line: dict[str, float], spec: ClusterSpec, launcher: Launcher) -> Row:
     )
 
 
-def print_rows(rows: Sequence[Row], exchange: Exchange) -> None:
+def print_rows(rows: Sequence[Row], case: SweepCase) -> None:
     """Print one line for each, and how the time grows with the nodes: linear is 1 in the last column."""
-    columns = ("cable", "rate", "nodes", "payload MB", "time ms", "inter ms", "link ms", "share", "/ peer, ms")
+    columns = ("launcher", "rate", "nodes", "payload MB", "time ms", "inter ms", "link ms", "share", "/ peer, ms")
     lines = [
         (
             row.launcher,
@@ -153,14 +153,12 @@ def print_rows(rows: Sequence[Row], exchange: Exchange) -> None:
         )
         for row in rows
     ]
-    title = (
-        f"{exchange.compressor}, {exchange.algorithm}: slowest rank, medians; link: payload bytes at the cable's rate"
-    )
+    title = f"{case.compressor}, {case.algorithm}: slowest rank, medians; link: payload bytes at the link's rate"
     print_table(title, columns, lines, sys.stdout)
 
 
-def make_report(rows: Sequence[Row], exchange: Exchange) -> Report:
-    """Return what targets can bound: the emptiest cable by its rate, and the worst growth with the nodes."""
+def make_report(rows: Sequence[Row], case: SweepCase) -> Report:
+    """Return the figures: the least share of a link by its rate, and the worst growth with the nodes."""
     figures, unmeasured = {}, {}
     for figure, rate in _SHARES.items():
         shares = [row.share for row in rows if row.nodes == _TARGET_NODES and row.rate == rate]
@@ -173,7 +171,7 @@ def make_report(rows: Sequence[Row], exchange: Exchange) -> Report:
         figures["growth_over_linear"] = max(growths)
     else:
         unmeasured["growth_over_linear"] = "only one number of nodes was asked for"
-    return Report("sweep", _FIGURES, figures, [asdict(row) for row in rows], asdict(exchange), unmeasured)
+    return Report("sweep", _FIGURES, figures, [asdict(row) for row in rows], asdict(case), unmeasured)
 
 
 def _growth(few: Row, many: Row) -> float | None:

@@ -1,4 +1,4 @@
-"""What ``bench demo`` ends with: a table, a chart for the terminal, a picture, and one sentence."""
+"""Results of ``bench demo``: a table, a chart for the terminal, a plot, and one sentence."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -22,12 +22,12 @@ LABELS: Mapping[str, str] = {
     "flexdemo-sign": "FlexDeMo, signs of demo(k=396)",
     "local-muon": "Muon, 5 local steps, 3 bits",
 }
-"""The methods, by what a reader calls them."""
+"""The methods, with their names for people."""
 
 _COLORS = {BASELINE: "black", HEADLINE: "tab:blue", "flexdemo-sign": "tab:red", "local-muon": "tab:green"}
 _MARKS = {BASELINE: "A", HEADLINE: "o", "flexdemo-sign": "#", "local-muon": "+"}
 _ABOVE = 1.3
-"""How much of the losses above the baseline's last is shown: nats."""
+"""Range of losses above the baseline's last that is shown, in nats."""
 _WIDTH, _HEIGHT = 72, 14
 _LINKS = {
     "paced": "paced in software: what crosses nodes is held back by its bytes / rate",
@@ -36,7 +36,7 @@ _LINKS = {
 
 
 def title(settings: Settings) -> str:
-    """Return what was trained over which links, for people."""
+    """Return the model, nodes and links, for people."""
     mbit_per_s = parse_rate(str(settings.rate)) / 1e6
     ranks = f"{settings.ranks_per_node} rank{'s' if settings.ranks_per_node > 1 else ''}"
     return (
@@ -46,7 +46,7 @@ def title(settings: Settings) -> str:
 
 
 def sooner(summaries: Sequence[Summary]) -> dict[str, float]:
-    """Return how many times sooner each method reached the baseline's last loss; nothing of those that did not."""
+    """Return how many times sooner each method reached the baseline's last loss; those that did not are left out."""
     base = find_baseline(summaries, BASELINE)
     if base is None or base.loss is None:
         return {}
@@ -55,7 +55,7 @@ def sooner(summaries: Sequence[Summary]) -> dict[str, float]:
 
 
 def tabulate(summaries: Sequence[Summary]) -> Table:
-    """Return what is shown of all methods."""
+    """Return the table of all methods."""
     base, times = find_baseline(summaries, BASELINE), sooner(summaries)
     target = "AdamW's" if base is None or base.loss is None else f"{base.loss:.2f}"
     columns = ("method", "loss at the end", "steps", "s/step", "kB/step", f"s to {target}", "times sooner")
@@ -84,7 +84,7 @@ def _row(one: Summary, base: Summary | None, times: float | None) -> tuple[str, 
 
 
 def conclusion(summaries: Sequence[Summary]) -> str:
-    """Return what a reader is to remember, with the numbers that were measured."""
+    """Return the main result in a sentence."""
     base, times = find_baseline(summaries, BASELINE), sooner(summaries).get(HEADLINE)
     if base is None or base.loss is None:
         return "AdamW has no loss to compare with: see above."
@@ -96,7 +96,7 @@ def conclusion(summaries: Sequence[Summary]) -> str:
 
 
 def chart(summaries: Sequence[Summary]) -> str:
-    """Return loss over seconds in letters, for a terminal."""
+    """Return a chart of loss over seconds, made of characters."""
     drawn = [one for one in summaries if one.curve]
     base = find_baseline(summaries, BASELINE)
     if base is None or base.loss is None:

@@ -1,8 +1,8 @@
-"""``python -m bench mixing``: what decentralized training costs a processor beside training and communicating.
+"""``python -m bench mixing``: the processor time of decentralized training beside training and communication.
 
-Ranks as nodes of this host train one model by torch's AdamW alone, by ``DecentralizedAdam`` and by ``decent-dp``, in
-turn, in the same processes. From the processor time of each is taken what training costs with the same bytes merely
-sent, by the same means and waited for one step later: what is left is mixing, copying, bookkeeping.
+Ranks as nodes of this host train one model by torch's AdamW alone, by ``DecentralizedAdam`` and by ``decent-dp``,
+interleaved, in the same processes. From the processor time of each method, that of training with the same bytes merely
+sent, by the same calls and waited for one step later, is subtracted: the rest is mixing, copying, bookkeeping.
 """
 
 import json
@@ -23,7 +23,7 @@ FIGURES = frozenset({"overhead_of_decent_dp", "main_thread_of_decent_dp"})
 _QUICK_ROUNDS = 3
 
 NodesOption = Annotated[int, typer.Option(help="How many ranks, each a node: 2, or another power of two.")]
-RoundsOption = Annotated[int, typer.Option("-n", "--iterations", help="Rounds in which each takes its turn.")]
+RoundsOption = Annotated[int, typer.Option("-n", "--iterations", help="Rounds; each method runs once per round.")]
 WidthOption = Annotated[int, typer.Option(help="Width of the model: 4 layers of width x 4 width.")]
 
 
@@ -54,7 +54,7 @@ def mixing(
 
 
 def compare(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures that what ran allows."""
+    """Return the figures of the methods that ran."""
     ours, theirs = rows["DecentralizedAdam"], rows.get("decent-dp")
     if theirs is None:
         return {}
@@ -70,7 +70,7 @@ def _shown(name: str, row: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def _measure(nodes: int, rounds: int, width: int) -> dict[str, Any]:
-    """Return what the ranks wrote down: rows by method, what is missing and why, the number of parameters."""
+    """Return the ranks' results: rows by method, why one is missing, the number of parameters."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "found.json"
         command = [sys.executable, "-m", "bench.mixing.rank", str(result), str(rounds), str(width)]

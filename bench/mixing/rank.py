@@ -1,4 +1,4 @@
-"""What one rank does for ``bench mixing``: the same model, trained by each method in turn."""
+"""Ranks of ``bench mixing``: the same model, trained by every method, interleaved."""
 
 import json
 import statistics
@@ -20,12 +20,12 @@ from flexcomm import World, gossip
 from flexdemo import DecentralizedAdam
 
 _STEPS = 4
-"""Steps of a turn."""
+"""Steps of a method in each round."""
 _WARMUPS = 2
 _BATCH = 4
 _BUCKET_MB = 25
 _SETTLE_S = 0.15
-"""After a turn, for what is under way to arrive: it is paid for by whoever sent it."""
+"""Pause after the steps of a method, for its messages to arrive: their cost counts for the method that sent them."""
 
 Step = Callable[[], object]
 
@@ -38,7 +38,7 @@ class Spent(NamedTuple):
 
 
 def main(result: Path, rounds: int, width: int) -> None:
-    """Let all methods take their turns, and rank 0 write down what they took."""
+    """Run all methods, interleaved; rank 0 writes their processor times to ``result``."""
     torch.set_num_threads(1)
     with flexcomm.connect(timeout_s=120) as world:
         methods: dict[str, Step] = {
@@ -52,7 +52,7 @@ def main(result: Path, rounds: int, width: int) -> None:
             methods["decent-dp"] = decent_dp(width)
         except ModuleNotFoundError as error:
             missing = f"no module {error.name}: `{PEERS_COMMAND}` in the checkout"
-        spent = {name: mean_over_ranks(seen, world) for name, seen in take_turns(methods, rounds, world).items()}
+        spent = {name: mean_over_ranks(seen, world) for name, seen in interleave(methods, rounds, world).items()}
         numel = sum(param.numel() for param in build(width).parameters())
         if world.topology.rank == 0:
             found = {"rows": rows_of(spent), "missing": missing, "parameters": numel}
@@ -60,7 +60,7 @@ def main(result: Path, rounds: int, width: int) -> None:
 
 
 def rows_of(spent: dict[str, Spent]) -> dict[str, dict[str, float]]:
-    """Return what each method took and, of the two, what is left of it without training and communication."""
+    """Return the processor time of each method and, of the two compared, the overhead over training and sending."""
     rows = {name: {"all_s": one.all_s, "main_s": one.main_s} for name, one in spent.items()}
     for name, sent in {"DecentralizedAdam": "sent to peers", "decent-dp": "sent to all"}.items():
         if name in rows:
@@ -70,7 +70,7 @@ def rows_of(spent: dict[str, Spent]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def take_turns(methods: dict[str, Step], rounds: int, world: World) -> dict[str, Spent]:
+def interleave(methods: dict[str, Step], rounds: int, world: World) -> dict[str, Spent]:
     seen: dict[str, list[Spent]] = {name: [] for name in methods}
     for number in range(_WARMUPS + rounds):
         for name, step in methods.items():
@@ -89,9 +89,9 @@ def take_turns(methods: dict[str, Step], rounds: int, world: World) -> dict[str,
 
 
 def mean_over_ranks(spent: Spent, world: World) -> Spent:
-    """Return the mean over ranks: what one does less another does more, and all count."""
-    everybodys = world.control.all_gather(torch.tensor(spent, dtype=torch.float64)).wait()
-    return Spent(*everybodys.mean(dim=0).tolist())
+    """Return the mean over ranks: work that one rank saves another may do."""
+    gathered = world.control.all_gather(torch.tensor(spent, dtype=torch.float64)).wait()
+    return Spent(*gathered.mean(dim=0).tolist())
 
 
 def build(width: int) -> nn.Module:
@@ -107,24 +107,24 @@ def batch(width: int) -> Tensor:
 
 
 def trained(width: int, world: World, make: Callable[[nn.Module], Any] | None) -> Step:
-    """Return a step of AdamW, behind which ``make(model)``, if anything, sends the parameters on their way."""
+    """Return a step of AdamW, after which the sender that ``make(model)`` returns, if any, sends as many bytes."""
     model, x = build(width), batch(width)
-    optimizer, courier = AdamW(model.parameters(), fused=True), make(model) if make else None
+    optimizer, sender = AdamW(model.parameters(), fused=True), make(model) if make else None
 
     def step() -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        if courier is not None:
-            courier.wait()
+        if sender is not None:
+            sender.wait()
         optimizer.step()
-        if courier is not None:
-            courier.send(world)
+        if sender is not None:
+            sender.send(world)
 
     return step
 
 
 class AllReduceOnly:
-    """Sums buffers as large as the model, and does nothing with them: what ``decent-dp`` communicates by."""
+    """Sums buffers as large as the model, and does nothing with them: the communication of ``decent-dp``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = flat_buckets(model)
@@ -140,20 +140,20 @@ class AllReduceOnly:
 
 
 class PeersOnly:
-    """Swaps buffers as large as the model with one peer, and does nothing with them: what mixing communicates by."""
+    """Swaps buffers as large as the model with one peer, and does nothing with them: the communication of mixing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = flat_buckets(model)
-        self._rooms = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._receive_buffers = [torch.empty_like(buffer) for buffer in self._buffers]
         self._works: list[Any] = []
-        self._turn = 0
+        self._step = 0
 
     def send(self, world: World) -> None:
         schedule = gossip.base(world.topology.nodes)
-        peer = schedule.phase(self._turn).peers(world.topology.node)[0]
-        self._turn += 1
-        for buffer, room in zip(self._buffers, self._rooms, strict=True):
-            messages = [dist.P2POp(dist.irecv, room, peer), dist.P2POp(dist.isend, buffer, peer)]
+        peer = schedule.phase(self._step).peers(world.topology.node)[0]
+        self._step += 1
+        for buffer, received in zip(self._buffers, self._receive_buffers, strict=True):
+            messages = [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, buffer, peer)]
             self._works += dist.batch_isend_irecv(messages)
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
-"""``python -m bench optimizer``: what a step of FlexDeMo costs, beside torch's AdamW and beside ``detonation``.
+"""``python -m bench optimizer``: the cost of a step of FlexDeMo, beside torch's AdamW and beside ``detonation``.
 
 Alone, on the parameters of a GPT: the step itself, without communication, one thread. Then as four ranks on two nodes
-of this host, on a GPT that FSDP shards inside the node: processor time, bytes, and what each rank holds.
+of this host, on a GPT that FSDP shards inside the node: processor time, bytes, and the gradients each rank holds.
 """
 
 import json
@@ -29,6 +29,7 @@ from flexdemo import FlexDeMo
 
 _NODES, _RANKS = 2, 2
 _QUICK_STEPS = 5
+_WARMUPS = 3
 FIGURES = frozenset(
     {"step_of_fused_adamw", "state_buffers", "gradients_of_shard", "cpu_of_detonation", "bytes_of_detonation"}
 )
@@ -69,7 +70,7 @@ def optimizer(
 
 
 def compare(sharded: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures that what ran allows."""
+    """Return the figures of the optimizers that ran."""
     ours, theirs = sharded["FlexDeMo"], sharded.get("detonation")
     figures = {"gradients_of_shard": ours["gradients_of_shard"]}
     if theirs is not None:
@@ -89,7 +90,7 @@ def _shown(name: str, row: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def _measure_sharded(steps: int) -> tuple[dict[str, dict[str, float]], str]:
-    """Return what four ranks found, by optimizer, and why one is missing, if it is."""
+    """Return the results of four ranks, by optimizer, and why one is missing, if it is."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "found.json"
         command = [sys.executable, "-m", "bench.optimizer.rank", str(result), str(steps)]
@@ -98,9 +99,6 @@ def _measure_sharded(steps: int) -> tuple[dict[str, dict[str, float]], str]:
             raise BenchError(f"the ranks ended with exit code {code} and left no result; see above.")
         found = json.loads(result.read_text())
         return found["rows"], found["missing"]
-
-
-_WARMUPS = 3
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Cost:
 
 
 def measure_alone(shapes: Sequence[tuple[int, ...]], steps: int) -> list[Cost]:
-    """Return AdamW's cost, then FlexDeMo's: medians of steps taken in turn."""
+    """Return AdamW's cost, then FlexDeMo's: medians of interleaved steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""What one rank does for ``bench optimizer``: a GPT sharded by FSDP1 inside its node, stepped by both optimizers.
+"""Ranks of ``bench optimizer``: a GPT sharded by FSDP1 inside its node, stepped by both optimizers.
 
 FSDP1, because that is what ``detonation`` 0.5.2 takes; both then see the same flat shards.
 """
@@ -31,8 +31,8 @@ _WARMUPS = 2
 _SIZE = "wide"
 
 
-class Contestant(NamedTuple):
-    """A sharded model and its optimizer; ``context`` is around its backward pass, ``sent`` what its last step sent."""
+class Method(NamedTuple):
+    """A sharded model and its optimizer; ``context`` wraps its backward pass, ``sent`` returns a step's bytes."""
 
     model: FullyShardedDataParallel
     optimizer: Optimizer
@@ -41,7 +41,7 @@ class Contestant(NamedTuple):
 
 
 def main(result: Path, steps: int) -> None:
-    """Measure both, and let rank 0 write down what the slowest rank took."""
+    """Measure both; rank 0 writes the values of the slowest rank to ``result``."""
     torch.set_num_threads(1)
     with flexcomm.connect(timeout_s=120) as world:
         mesh = DeviceMesh("cpu", world.topology.members, mesh_dim_names=("node", "shard"))
@@ -54,23 +54,23 @@ def main(result: Path, steps: int) -> None:
             result.write_text(json.dumps({"rows": rows, "missing": missing}))
 
 
-def _measure(contestant: Contestant, world: World, steps: int) -> dict[str, float]:
-    """Return medians over steps, of the rank that took most."""
+def _measure(method: Method, world: World, steps: int) -> dict[str, float]:
+    """Return medians over steps, the maximum over ranks."""
     size, seen = find_size(_SIZE), []
     generator = torch.Generator().manual_seed(world.topology.rank)
     for number in range(_WARMUPS + steps):
-        contestant.optimizer.zero_grad()
-        with contestant.context():
+        method.optimizer.zero_grad()
+        with method.context():
             windows = torch.randint(256, (1, size.context + 1), generator=generator)
-            torch.autograd.backward(loss_of(contestant.model, windows))
-        held = sum(p.grad.numel() for p in contestant.model.parameters() if p.grad is not None)
+            torch.autograd.backward(loss_of(method.model, windows))
+        held = sum(p.grad.numel() for p in method.model.parameters() if p.grad is not None)
         world.control.barrier().wait()
         main_s, all_s = time.thread_time(), time.process_time()
-        contestant.optimizer.step()
+        method.optimizer.step()
         main_s, all_s = time.thread_time() - main_s, time.process_time() - all_s
         if number >= _WARMUPS:
-            seen.append((main_s, all_s, contestant.sent(), float(held)))
-    shard = sum(p.numel() for p in contestant.model.parameters())
+            seen.append((main_s, all_s, method.sent(), float(held)))
+    shard = sum(p.numel() for p in method.model.parameters())
     main_s, all_s, sent, held = (statistics.median(column) for column in zip(*seen, strict=True))
     own = torch.tensor([main_s, all_s, sent, held / shard], dtype=torch.float64)
     most = world.control.all_gather(own).wait().amax(dim=0).tolist()
@@ -85,14 +85,14 @@ def _sharded(group: Any, strategy: ShardingStrategy) -> FullyShardedDataParallel
     return FullyShardedDataParallel(model, **options)
 
 
-def _ours(world: World, mesh: DeviceMesh) -> Contestant:
+def _ours(world: World, mesh: DeviceMesh) -> Method:
     model = _sharded(mesh.get_group("shard"), ShardingStrategy.FULL_SHARD)
     compressor = flexcomm.demo(_K, _CHUNK)
     optimizer = FlexDeMo(model.parameters(), _LR, compressor=compressor, decay=_DECAY, world=world)
-    return Contestant(model, optimizer, nullcontext, lambda: world.recent_syncs()[-1]["inter_sent_bytes"])
+    return Method(model, optimizer, nullcontext, lambda: world.recent_syncs()[-1]["inter_sent_bytes"])
 
 
-def _detonation(mesh: DeviceMesh) -> Contestant:
+def _detonation(mesh: DeviceMesh) -> Method:
     """Return its own optimizer, on HYBRID_SHARD without FSDP's reduction, as its documentation has it."""
     detonation = import_module("detonation")
     groups = mesh.get_group("shard"), mesh.get_group("node")
@@ -107,7 +107,7 @@ def _detonation(mesh: DeviceMesh) -> Contestant:
             replication_parallel_group=groups[1],
         )
     others = dist.get_world_size(groups[1]) - 1
-    return Contestant(model, optimizer, model.no_sync, lambda: others * float(replicator.data_transmitted[-1]))
+    return Method(model, optimizer, model.no_sync, lambda: others * float(replicator.data_transmitted[-1]))
 
 
 if __name__ == "__main__":

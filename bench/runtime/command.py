@@ -2,8 +2,8 @@
 
 On emulated clusters, All-Reduce, decentralized Adam and FlexDeMo train a model whose computing is a sleep, as on an
 accelerator that leaves the host's cores idle; optimizer steps, encoding, decoding, mixing and communication are real.
-Some clusters calibrate the model, with computing and communicating apart. What it then says of all others, which are
-held out, is compared with what they take.
+Some clusters calibrate the model, with computing and communicating apart. Its predictions for all others, which are
+held out, are compared with their measured times.
 """
 
 import math
@@ -31,14 +31,14 @@ from bench.common_options import (
 )
 from bench.errors import UsageError
 from bench.runtime.cluster_runs import (
+    FIGURE_CLUSTER,
     FIGURE_METHODS,
-    FIGURE_PLACE,
     FIGURE_STRAGGLER,
-    Place,
-    exchange_s,
-    make_visits,
-    parse_places,
-    plan_visits,
+    ClusterShape,
+    parse_clusters,
+    plan_cluster_runs,
+    run_clusters,
+    swap_s,
 )
 from bench.runtime.fit import Fitted, fit
 from bench.runtime.plan import METHODS, USUAL_METHODS, Job, Load
@@ -47,18 +47,18 @@ from bench.tables import print_table
 
 FIGURES = frozenset({"worst_error", "decentralized_of_bound", "straggler_speedup"})
 _WARMUPS = 4
-_LEAST_EXCHANGE_S = 0.5
+_LEAST_SWAP_S = 0.5
 _ROUNDS = 5
 _QUICK_ROUNDS = 3
 _QUICK_ITERATIONS = 6
 _QUICK_SHARE = 8
-_QUICK_KNOWN = [Place(2, "100mbit")]
-_QUICK_GRID = [*_QUICK_KNOWN, Place(4, "100mbit")]
+_QUICK_KNOWN = [ClusterShape(2, "100mbit")]
+_QUICK_GRID = [*_QUICK_KNOWN, ClusterShape(4, "100mbit")]
 
 NodesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of nodes, of one rank each.")]
-RatesOption = Annotated[str, typer.Option(metavar="RATE,...", help="What each cable carries, each way.")]
+RatesOption = Annotated[str, typer.Option(metavar="RATE,...", help="Rates of each link, in each direction.")]
 CalibrateOption = Annotated[
-    str, typer.Option(metavar="N:RATE,...", help="The clusters that the model may know; all others are held out.")
+    str, typer.Option(metavar="N:RATE,...", help="The clusters that calibrate the model; all others are held out.")
 ]
 MethodsOption = Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}.")]
 ParametersOption = Annotated[int, typer.Option(help="Of the model, fp32; rounded to whole chunks of DeMo.")]
@@ -102,7 +102,7 @@ def runtime(
     load = Load(parameters, buckets, *parse_compute(compute_ms), straggler / 100, sigma / 100, seed, k)
     job = Job(load, parse_methods(methods), iterations, _WARMUPS)
     grid = parse_grid(nodes, rates)
-    known = parse_places("--calibrate", split_words("--calibrate", calibrate))
+    known = parse_clusters("--calibrate", split_words("--calibrate", calibrate))
     check_job(job, [*grid, *known])
     started_by = parse_launcher(launcher)
     rounds = _ROUNDS
@@ -110,10 +110,10 @@ def runtime(
         job, grid, known, rounds = make_quick(job), _QUICK_GRID, _QUICK_KNOWN, _QUICK_ROUNDS
     check_available()
     find_launcher(started_by)
-    visited = list(make_visits(plan_visits(grid, known, job, rounds), started_by))
-    calibrations = [found for one in visited if (found := one.calibration()) is not None]
+    results = list(run_clusters(plan_cluster_runs(grid, known, job, rounds), started_by))
+    calibrations = [found for one in results if (found := one.calibration()) is not None]
     fitted = fit(calibrations, count_cores())
-    rows = make_rows(visited, fitted)
+    rows = make_rows(results, fitted)
     print_findings(rows, fitted, job)
     if markdown is not None:
         write_markdown(rows, markdown)
@@ -143,17 +143,17 @@ def parse_methods(text: str) -> tuple[str, ...]:
     return tuple(name for name in METHODS if name in wanted)
 
 
-def parse_grid(nodes: str, rates: str) -> list[Place]:
+def parse_grid(nodes: str, rates: str) -> list[ClusterShape]:
     """Return all combinations."""
     counts = parse_counts("--nodes", nodes)
-    return [Place(count, rate) for rate in split_words("--rates", rates) for count in counts]
+    return [ClusterShape(count, rate) for rate in split_words("--rates", rates) for count in counts]
 
 
-def check_job(job: Job, places: Sequence[Place]) -> None:
-    """Raise, before any cluster is opened, unless it can be run there."""
-    for place in places:
-        ClusterSpec(place.nodes, 1, place.rate)
-        check_count("--nodes", place.nodes, 2)
+def check_job(job: Job, clusters: Sequence[ClusterShape]) -> None:
+    """Raise, before any cluster is opened, unless the job can run on all of them."""
+    for cluster in clusters:
+        ClusterSpec(cluster.nodes, 1, cluster.rate)
+        check_count("--nodes", cluster.nodes, 2)
     for option, number in {"--buckets": job.load.buckets, "-n": job.iterations, "-k": job.load.k}.items():
         check_count(option, number, 1)
     check_count("--parameters", job.load.parameters, job.load.buckets)
@@ -181,14 +181,14 @@ def count_cores() -> int:
 
 
 def print_findings(rows: Sequence[Row], fitted: Fitted, job: Job) -> None:
-    """Print what was fitted, and every row."""
+    """Print the fitted figures, and every row."""
     links = [
-        (kind, f"{1 / one.stretch:.0%}", f"{1e3 * one.latency_s:.3f}", f"{1e9 * one.host_s_per_byte:.2f}")
-        for kind, one in fitted.links.items()
+        (name, f"{1 / one.stretch:.0%}", f"{1e3 * one.latency_s:.3f}", f"{1e9 * one.host_s_per_byte:.2f}")
+        for name, one in fitted.links.items()
     ]
     print_table(
         f"fitted to the clusters that calibrate; {fitted.cores} cores for all nodes",
-        ("exchange", "of the cable's rate", "ms/message/node on a core", "ns/byte of all nodes"),
+        ("collective", "of the link's rate", "ms/message/node on a core", "ns/byte of all nodes"),
         links,
         sys.stdout,
     )
@@ -202,7 +202,7 @@ def print_findings(rows: Sequence[Row], fitted: Fitted, job: Job) -> None:
 
 
 def make_report(rows: Sequence[Row], fitted: Fitted, job: Job, told: Mapping[str, object]) -> Report:
-    """Return the figures that what ran allows, and why others are missing."""
+    """Return the figures of the jobs that ran, and why others are missing."""
     figures: dict[str, float] = {}
     unmeasured: dict[str, str] = {}
     errors = [abs(row.error) for row in rows if row.held_out]
@@ -211,11 +211,11 @@ def make_report(rows: Sequence[Row], fitted: Fitted, job: Job, told: Mapping[str
     else:
         unmeasured["worst_error"] = "every cluster calibrates, so none was predicted unseen"
     figures |= find_figures(rows, job.load)
-    if "decentralized_of_bound" in figures and exchange_s(job.load, FIGURE_PLACE) < _LEAST_EXCHANGE_S:
+    if "decentralized_of_bound" in figures and swap_s(job.load, FIGURE_CLUSTER) < _LEAST_SWAP_S:
         del figures["decentralized_of_bound"]
         unmeasured["decentralized_of_bound"] = "the model is so small that messages cost more than their bytes"
     absent = FIGURES - figures.keys() - unmeasured.keys()
-    unmeasured |= dict.fromkeys(sorted(absent), f"no cluster of {FIGURE_PLACE.nodes} nodes at {FIGURE_PLACE.rate}")
+    unmeasured |= dict.fromkeys(sorted(absent), f"no cluster of {FIGURE_CLUSTER.nodes} nodes at {FIGURE_CLUSTER.rate}")
     settings = {**asdict(job), **told, "fitted": asdict(fitted)}
     return Report(
         "runtime", FIGURES, figures, [{**asdict(row), "error": row.error} for row in rows], settings, unmeasured
@@ -223,9 +223,11 @@ def make_report(rows: Sequence[Row], fitted: Fitted, job: Job, told: Mapping[str
 
 
 def find_figures(rows: Sequence[Row], load: Load) -> dict[str, float]:
-    """Return those measured where computing lasts as long as an exchange; none, if nothing was measured there."""
-    whole_s = exchange_s(load, FIGURE_PLACE)
-    equal = [row for row in rows if row.is_at(FIGURE_PLACE) and math.isclose(row.compute_s, whole_s) and not row.sigma]
+    """Return the figures of jobs that compute as long as swapping the whole model takes; none without such jobs."""
+    whole_s = swap_s(load, FIGURE_CLUSTER)
+    equal = [
+        row for row in rows if row.is_at(FIGURE_CLUSTER) and math.isclose(row.compute_s, whole_s) and not row.sigma
+    ]
     seconds = {(row.method, row.straggler): row.measured_s for row in equal}
     all_reduce, ours = FIGURE_METHODS
     steady_s, slower_s = seconds.get((ours, 0.0)), seconds.get((ours, FIGURE_STRAGGLER))

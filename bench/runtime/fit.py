@@ -1,8 +1,8 @@
-"""From what was measured on some emulated clusters to what exchanges and steps take on others.
+"""Fit of the model's figures to measurements on some emulated clusters, for predictions on others.
 
-An exchange takes ``stretch`` times as long as its bytes at the cable's rate, and what the host's cores need, which all
-nodes share: a latency for each message that has to wait for another one, times the nodes that a core serves, and some
-time for each byte of all nodes together. The three figures are fitted for each kind of exchange; they are the
+A collective takes ``stretch`` times as long as its bytes at the link's rate, and the time of the host's cores, which
+all nodes share: a latency for each message that has to wait for another one, times the nodes per core, and some time
+for each byte of all nodes together. The three figures are fitted for each collective; they are the
 library's and the machine's, so they hold at other rates and among other numbers of nodes.
 """
 
@@ -22,7 +22,7 @@ _BITS = 8
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on one cluster."""
+    """Measurements on one cluster."""
 
     nodes: int
     rate_bits_per_s: float
@@ -32,7 +32,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """The figures of one kind of exchange; a ``stretch`` of 1.05 means that a cable carries 95 % payload."""
+    """The figures of one collective; a ``stretch`` of 1.05 means that 95 % of the link's rate is payload."""
 
     stretch: float
     latency_s: float
@@ -41,7 +41,7 @@ class LinkFit:
 
 @dataclass(frozen=True)
 class HostFit:
-    """Seconds of a core, for all buckets of an iteration; nodes that want it at once take so many times as long."""
+    """Seconds of a core, for all buckets of an iteration; times the nodes that need the core at once."""
 
     all_reduce_s: float
     decentralized_s: float
@@ -53,22 +53,22 @@ class HostFit:
 
 @dataclass(frozen=True)
 class Fitted:
-    """All that predictions are made of."""
+    """All figures that predictions are made from."""
 
     links: Mapping[str, LinkFit]
     host: HostFit
     cores: int
 
-    def crowd(self, nodes: float) -> float:
-        """Return how many nodes share a core, if they all want one."""
-        return _crowd(nodes, self.cores)
+    def nodes_per_core(self, nodes: float) -> float:
+        """Return how many nodes share a core if all of them need one."""
+        return _nodes_per_core(nodes, self.cores)
 
-    def turn_s(self, work_s: float, sleep_s: float, nodes: int) -> float:
-        """Return how long work takes that a node does after every sleep, when it likes: not all of them at once.
+    def queued_s(self, work_s: float, sleep_s: float, nodes: int) -> float:
+        """Return the time of work that every node does after a sleep, not all of them at once, with queueing for cores.
 
         Mean value analysis of a closed queue (Reiser and Lavenberg 1980), whose cores serve as one that is as fast as
-        all of them and a delay (Seidmann et al. 1987). Without sleep that is nearly the crowd's time, with much of it
-        nearly the work alone.
+        all of them and a delay (Seidmann et al. 1987). Without sleep that is nearly the time of all
+        nodes at once, with much sleep nearly the work alone.
         """
         served_s, waiting = work_s / self.cores, 0.0
         delay_s = taken_s = work_s - served_s
@@ -78,74 +78,74 @@ class Fitted:
         return taken_s
 
     def links_at(self, rate_bits_per_s: float, busy_nodes: float) -> "FittedLinks":
-        """Return a network of cables of that rate, on which so many nodes exchange at a time."""
+        """Return links of that rate, on which ``busy_nodes`` nodes communicate at a time."""
         return FittedLinks(self, rate_bits_per_s, busy_nodes)
 
     def compression(self, load: Load, nodes: int) -> Compression:
-        """Return what FlexDeMo sends and what that costs among so many nodes."""
+        """Return FlexDeMo's payload size and its encoding and decoding times among ``nodes`` nodes."""
         elements = load.nbytes / ELEMENT_NBYTES
         kept = elements * load.k / _CHUNK**2
         return Compression(
             k=load.k,
             chunk=_CHUNK,
             bits_per_coefficient=_BITS * self.host.payload_nbytes * load.buckets / kept,
-            encode_s_per_element=self.crowd(nodes) * self.host.encode_s / elements,
-            decode_s_per_element=self.crowd(nodes) * self.host.decode_s / elements,
+            encode_s_per_element=self.nodes_per_core(nodes) * self.host.encode_s / elements,
+            decode_s_per_element=self.nodes_per_core(nodes) * self.host.decode_s / elements,
         )
 
 
 @dataclass(frozen=True)
 class FittedLinks:
-    """The fitted figures at one rate, as the model asks for them."""
+    """The fitted figures at one rate, with the interface of the model's links."""
 
     fitted: Fitted
     rate_bits_per_s: float
     busy_nodes: float
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
-        """Return the seconds of one exchange."""
+        """Return the seconds of one collective."""
         fits = self.fitted.links
-        kind = kind_of(link, k)
-        # Two nodes cannot show what more of them do; what adds up among all is most like it.
-        figures = fits[kind] if kind in fits else fits["all-reduce"]
-        on_cable_s, messages, nbytes_in_all = _columns(
+        collective = collective_of(link, k)
+        # Two nodes cannot show how a larger group behaves; an all-reduce is most like it.
+        figures = fits[collective] if collective in fits else fits["all-reduce"]
+        on_link_s, messages, nbytes_in_all = _columns(
             link, k, nbytes, self.rate_bits_per_s, self.busy_nodes, self.fitted.cores
         )
-        return on_cable_s * figures.stretch + messages * figures.latency_s + nbytes_in_all * figures.host_s_per_byte
+        return on_link_s * figures.stretch + messages * figures.latency_s + nbytes_in_all * figures.host_s_per_byte
 
 
 def fit(calibrations: Sequence[Calibration], cores: int) -> Fitted:
-    """Return the figures nearest to the calibrations, in relative terms; nothing else is looked at."""
+    """Return the figures nearest to the calibrations, in relative terms; nothing else is used."""
     points: dict[str, list[tuple[list[float], float]]] = {}
     for one in calibrations:
         for table in one.tables:
             for nbytes, seconds in zip(table.nbytes, table.seconds, strict=True):
                 row = _columns(table.link, table.k, nbytes, one.rate_bits_per_s, one.nodes, cores)
-                points.setdefault(kind_of(table.link, table.k), []).append((row, seconds))
-    return Fitted({kind: _fit_link(seen) for kind, seen in points.items()}, _fit_host(calibrations, cores), cores)
+                points.setdefault(collective_of(table.link, table.k), []).append((row, seconds))
+    return Fitted({name: _fit_link(seen) for name, seen in points.items()}, _fit_host(calibrations, cores), cores)
 
 
-def kind_of(link: str, k: int) -> str:
-    """Return what is fitted together: two nodes swap, or edges carry as much; more of them share the work."""
+def collective_of(link: str, k: int) -> str:
+    """Return the collective whose figures apply: ``swap`` of two nodes or along edges, ``split`` of a larger group."""
     if link == "edges" or (link == "group" and k == _PAIR):
         return "swap"
     return "split" if link == "group" else link
 
 
 def _columns(link: str, k: int, nbytes: float, rate_bits_per_s: float, busy_nodes: float, cores: int) -> list[float]:
-    """Return seconds on the cable, messages in a row times nodes on a core, and bytes of all nodes together."""
+    """Return seconds on the link, messages in a row times nodes on a core, and bytes of all nodes together."""
     crossings = AlphaBeta(bytes_per_s=1.0).tau(link, k, 1.0)
-    in_a_row = {"swap": 1, "split": 2, "gather": k - 1, "all-reduce": 2 * (k - 1)}[kind_of(link, k)]
+    in_a_row = {"swap": 1, "split": 2, "gather": k - 1, "all-reduce": 2 * (k - 1)}[collective_of(link, k)]
     sent = crossings * nbytes
-    return [_BITS * sent / rate_bits_per_s, in_a_row * _crowd(busy_nodes, cores), busy_nodes * sent]
+    return [_BITS * sent / rate_bits_per_s, in_a_row * _nodes_per_core(busy_nodes, cores), busy_nodes * sent]
 
 
-def _crowd(nodes: float, cores: int) -> float:
+def _nodes_per_core(nodes: float, cores: int) -> float:
     return max(1.0, nodes / cores)
 
 
 def _fit_link(points: Sequence[tuple[list[float], float]]) -> LinkFit:
-    """Return the figures; nothing crosses a cable faster than its rate, so only what is beyond that is fitted."""
+    """Return the figures; nothing crosses a link faster than its rate, so only the time beyond that is fitted."""
     seconds = [taken_s for _, taken_s in points]
     beyond_s = [taken_s - row[0] for row, taken_s in points]
     slower, latency_s, host_s_per_byte = fit_nonnegative([row for row, _ in points], beyond_s, seconds)
@@ -153,11 +153,11 @@ def _fit_link(points: Sequence[tuple[list[float], float]]) -> LinkFit:
 
 
 def _fit_host(calibrations: Sequence[Calibration], cores: int) -> HostFit:
-    crowds = [_crowd(one.nodes, cores) for one in calibrations]
+    shares = [_nodes_per_core(one.nodes, cores) for one in calibrations]
 
     def unit(name: str) -> float:
         seconds = [getattr(one.costs, name) for one in calibrations]
-        return fit_nonnegative([[crowd] for crowd in crowds], seconds, seconds)[0]
+        return fit_nonnegative([[share] for share in shares], seconds, seconds)[0]
 
     return HostFit(
         all_reduce_s=unit("all_reduce_s"),

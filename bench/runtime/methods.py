@@ -1,4 +1,4 @@
-"""The contestants of ``bench runtime``: each trains a paced model, by what a user would call."""
+"""Methods of ``bench runtime``: each trains a paced model by the library's public calls."""
 
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +22,10 @@ _LR = 1e-4
 
 
 class PacedModel:
-    """One parameter for each bucket. A pass sleeps, and leaves the same random gradients every time."""
+    """A model that sleeps instead of computing, in torch's own forward and backward pass, so that real hooks run.
+
+    It has one parameter for each bucket, and the same random gradients in every iteration.
+    """
 
     def __init__(self, load: Load, node: int) -> None:
         draw = torch.Generator().manual_seed(node)
@@ -32,7 +35,7 @@ class PacedModel:
         self.gradients = [torch.randn(load.shape, generator=draw) for _ in range(load.buckets)]
 
     def run(self) -> None:
-        """Take a forward and a backward pass, in which all gradients come, last parameters first."""
+        """Run a forward and a backward pass; gradients become ready last parameters first."""
         time.sleep(self.factor * self.load.forward_s)
         backward_s = self.factor * self.load.backward_s / self.load.buckets
         x = torch.zeros((), requires_grad=True)
@@ -46,7 +49,7 @@ class PacedModel:
 
 
 class _Layer(torch.autograd.Function):
-    """Hands on what it is given; its backward pass lasts a while, and leaves a gradient in its parameter."""
+    """Identity whose backward pass sleeps, and gives its parameter a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _parameter: Tensor, gradient: Tensor, backward_s: float) -> Tensor:
@@ -60,36 +63,36 @@ class _Layer(torch.autograd.Function):
         return grads[0], ctx.gradient, None, None
 
 
-class Contestant(Protocol):
-    """A model in training."""
+class Method(Protocol):
+    """Trains a paced model."""
 
     def iterate(self, factor: float) -> None:
-        """Compute for ``factor`` times as long as planned, communicate, and step."""
+        """Compute ``factor`` times as long as planned, communicate, and step."""
         ...
 
     def finish(self) -> None:
-        """Let arrive what is under way; all ranks call it."""
+        """Wait for messages that are in flight; all ranks call it."""
         ...
 
 
-def make_contestant(method: str, model: PacedModel, world: World) -> Contestant:
-    """Return the contestant of that name. All ranks call it together."""
-    recipe = METHODS[method]
-    if recipe.schedule is not None:
-        return DecentralizedTraining(model, world, recipe.schedule(world.topology.nodes), recipe.updates)
-    if recipe.family == "flexdemo":
-        return FlexDeMoTraining(model, world, overlap=recipe.overlap)
+def make_method(method: str, model: PacedModel, world: World) -> Method:
+    """Return the method of that name. All ranks call it together."""
+    spec = METHODS[method]
+    if spec.schedule is not None:
+        return DecentralizedTraining(model, world, spec.schedule(world.topology.nodes), spec.updates)
+    if spec.family == "flexdemo":
+        return FlexDeMoTraining(model, world, overlap=spec.overlap)
     return AllReduceTraining(model, world)
 
 
 class AllReduceTraining:
-    """AdamW on the mean gradient; each bucket is added up from when its part of the backward pass is done, as in DDP.
+    """AdamW on the mean gradient; each bucket is all-reduced once its part of the backward pass is done, as in DDP.
 
-    With ``talks=False`` nobody meets: what is left is what an iteration costs this host.
+    With ``communicates=False`` nothing is sent: the time of an iteration is then that of this host.
     """
 
-    def __init__(self, model: PacedModel, world: World, *, talks: bool = True) -> None:
-        self._model, self._world, self._talks = model, world, talks
+    def __init__(self, model: PacedModel, world: World, *, communicates: bool = True) -> None:
+        self._model, self._world, self._communicates = model, world, communicates
         self._optimizer = AdamW(model.parameters, _LR)
         self._started: list[Handle[torch.Tensor]] = []
         for parameter in model.parameters:
@@ -105,12 +108,12 @@ class AllReduceTraining:
         self._optimizer.step()
 
     def finish(self) -> None:
-        """Nothing is under way between iterations."""
+        """Return at once: nothing is in flight between iterations."""
 
     def _launch(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             parameter.grad.div_(self._world.topology.nodes)
-            if self._talks:
+            if self._communicates:
                 self._started.append(self._world.inter.all_reduce(parameter.grad))
 
 
@@ -159,4 +162,4 @@ class FlexDeMoTraining:
         self._optimizer.step()
 
     def finish(self) -> None:
-        """Nothing is under way between iterations."""
+        """Return at once: nothing is in flight between iterations."""

@@ -1,7 +1,7 @@
-"""What ``bench runtime`` runs and predicts: one description, read by the ranks that measure and by the model.
+"""Jobs of ``bench runtime`` and their results: read by the ranks that measure and by the model that predicts.
 
 Computing is a *sleep*, as on an accelerator that leaves the host's cores idle: all nodes of an emulated cluster share
-this machine's cores, and real computation would measure how they get in each other's way. Optimizer steps, encoding,
+this machine's cores, and real computation would measure how they slow each other down. Optimizer steps, encoding,
 decoding, mixing and all communication are real.
 """
 
@@ -24,11 +24,11 @@ _ROW = 1024
 _CHUNK = 64
 
 
-class Recipe(NamedTuple):
-    """What a method is called, and how it differs from others of its family.
+class MethodSpec(NamedTuple):
+    """Title of a method, and its options within its family.
 
-    ``schedule`` makes decentralized Adam's; methods without one have all nodes meet. ``updates`` says when its buckets
-    step, ``overlap`` whether FlexDeMo's leave during the backward pass.
+    ``schedule`` makes decentralized Adam's; methods without one synchronise all nodes. ``updates`` says when buckets
+    step, ``overlap`` whether FlexDeMo's are sent during the backward pass.
     """
 
     title: str
@@ -38,28 +38,28 @@ class Recipe(NamedTuple):
     overlap: bool = False
 
 
-METHODS: Mapping[str, Recipe] = {
-    "all-reduce": Recipe("All-Reduce", "all-reduce"),
-    "exponential": Recipe("decentralized, exponential", "decentralized", gossip.base),
-    "aer": Recipe("decentralized, AER", "decentralized", gossip.alternating_exponential_ring),
-    "flexdemo": Recipe("FlexDeMo", "flexdemo"),
-    "flexdemo-overlap": Recipe("FlexDeMo, overlapped", "flexdemo", overlap=True),
-    "exponential-backward": Recipe(
+METHODS: Mapping[str, MethodSpec] = {
+    "all-reduce": MethodSpec("All-Reduce", "all-reduce"),
+    "exponential": MethodSpec("decentralized, exponential", "decentralized", gossip.base),
+    "aer": MethodSpec("decentralized, AER", "decentralized", gossip.alternating_exponential_ring),
+    "flexdemo": MethodSpec("FlexDeMo", "flexdemo"),
+    "flexdemo-overlap": MethodSpec("FlexDeMo, overlapped", "flexdemo", overlap=True),
+    "exponential-backward": MethodSpec(
         "decentralized, exponential, in backward", "decentralized", gossip.base, updates="backward"
     ),
-    "ring": Recipe("decentralized, ring", "decentralized", gossip.ring),
-    "complete": Recipe("decentralized, complete", "decentralized", gossip.complete),
+    "ring": MethodSpec("decentralized, ring", "decentralized", gossip.ring),
+    "complete": MethodSpec("decentralized, complete", "decentralized", gossip.complete),
 }
-"""What ``--methods`` takes, and what it means."""
+"""Values of ``--methods``."""
 
 USUAL_METHODS = "all-reduce,exponential,aer,flexdemo,flexdemo-overlap"
 
 
 @dataclass(frozen=True)
 class Load:
-    """A model in equal buckets, and what an iteration of it computes, or rather sleeps.
+    """A model in equal buckets, and the seconds that an iteration of it computes, that is, sleeps.
 
-    ``straggler`` is by which share of its own time one node, another one in every iteration, is slower; ``sigma`` the
+    ``straggler`` is the share of its time by which one node, another one in every iteration, is slower; ``sigma`` the
     standard deviation of every node's time. ``k`` is DeMo's, of every chunk of 64 x 64.
     """
 
@@ -91,7 +91,7 @@ class Load:
         return self.forward_s + self.backward_s
 
     def workload(self, optimizer_s: float = 0.0) -> "PacedWorkload":
-        """Return it in the model's terms; ``optimizer_s`` is that of all buckets."""
+        """Return the workload of the model; ``optimizer_s`` is that of all buckets."""
         return PacedWorkload(
             bucket_nbytes=(self.bucket_nbytes,) * self.buckets,
             forward_s=self.forward_s,
@@ -109,7 +109,7 @@ class PacedWorkload(Workload):
     one_slower: float = 0.0
 
     def draw(self, nodes: int, iteration: int, seed: int) -> NDArray[np.float64]:
-        """Return each node's factor; ranks that sleep and the model that predicts ask here, and hear the same."""
+        """Return each node's factor, the same for the ranks that sleep and for the model that predicts."""
         factors = super().draw(nodes, iteration, seed)
         slow_node = np.random.default_rng((seed, iteration, nodes)).integers(nodes)
         factors[slow_node] *= 1 + self.one_slower
@@ -118,7 +118,7 @@ class PacedWorkload(Workload):
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one cluster do, in the same processes: calibrate, if ``rounds`` is not 0, then train."""
+    """Work of the ranks of one cluster, in the same processes: calibration, if ``rounds`` is not 0, then training."""
 
     load: Load
     methods: tuple[str, ...]
@@ -132,12 +132,12 @@ class Job:
 
 
 def write_jobs(jobs: Sequence[Job], folder: Path) -> None:
-    """Lay down what the ranks shall do."""
+    """Write the jobs of the ranks to ``folder``."""
     _job_file(folder).write_text(json.dumps([asdict(job) for job in jobs]))
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Return what :func:`write_jobs` was given."""
+    """Return the jobs that :func:`write_jobs` wrote."""
     return [
         Job(**{**words, "load": Load(**words["load"]), "methods": tuple(words["methods"])})
         for words in json.loads(_job_file(folder).read_text())
@@ -153,9 +153,9 @@ class HostCosts:
     """Seconds of one iteration on this host, of all buckets together, with all ranks at work.
 
     ``all_reduce_s`` and ``decentralized_s`` are iterations without sleep and without peers, of the slowest rank.
-    ``mix_s`` is what joining a peer's parameters adds; ``flexdemo_s`` is an iteration without ``encode_s``,
-    ``decode_s`` and waiting for the cables: all of the average rank, because parts of an iteration are not slowest on
-    the same one. ``payload_nbytes`` is what FlexDeMo sends of one bucket.
+    ``mix_s`` is what averaging with a peer's parameters adds; ``flexdemo_s`` is an iteration without ``encode_s``,
+    ``decode_s`` and waiting for messages: all of the average rank, because parts of an iteration are not slowest on
+    the same one. ``payload_nbytes`` is FlexDeMo's payload of one bucket.
     """
 
     all_reduce_s: float
@@ -168,36 +168,36 @@ class HostCosts:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one job found: a calibration, if it was one, and when each iteration of each method had ended."""
+class JobResult:
+    """Results of one job: its calibration, if it has one, and the end of each iteration of each method."""
 
     tables: tuple[LinkTable, ...] = ()
     costs: HostCosts | None = None
     finished_s: dict[str, list[float]] = field(default_factory=dict)
 
 
-def write_found(found: Sequence[Found], folder: Path) -> None:
-    """Lay down what was found."""
-    _found_file(folder).write_text(json.dumps([asdict(one) for one in found]))
+def write_results(results: Sequence[JobResult], folder: Path) -> None:
+    """Write the results of all jobs to ``folder``."""
+    _result_file(folder).write_text(json.dumps([asdict(one) for one in results]))
 
 
-def read_found(folder: Path) -> list[Found]:
-    """Return what :func:`write_found` was given."""
+def read_results(folder: Path) -> list[JobResult]:
+    """Return the results that :func:`write_results` wrote."""
     return [
-        Found(
+        JobResult(
             tuple(_table(words) for words in one["tables"]),
             HostCosts(**one["costs"]) if one["costs"] else None,
             one["finished_s"],
         )
-        for one in json.loads(_found_file(folder).read_text())
+        for one in json.loads(_result_file(folder).read_text())
     ]
 
 
 def seconds_per_iteration(finished_s: Sequence[float], warmups: int, period: int) -> float:
     """Return the median, after warm-up, of the seconds of an iteration by the last node to finish.
 
-    Phases of a schedule cost more or less, so ``period`` iterations count as one, from wherever they begin; what was
-    predicted is told by the same rule.
+    Phases of a schedule differ in cost, so ``period`` iterations count as one, whichever is the first; predictions
+    follow the same rule.
     """
     length = min(period, len(finished_s) - warmups)
     ends = range(warmups + length - 1, len(finished_s))
@@ -209,5 +209,5 @@ def _table(words: dict[str, Any]) -> LinkTable:
     return LinkTable(words["link"], words["k"], tuple(words["nbytes"]), tuple(words["seconds"]))
 
 
-def _found_file(folder: Path) -> Path:
-    return folder / "found.json"
+def _result_file(folder: Path) -> Path:
+    return folder / "results.json"

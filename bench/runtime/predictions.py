@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.runtime.cluster_runs import Place, Visited
+from bench.runtime.cluster_runs import ClusterResult, ClusterShape
 from bench.runtime.fit import Fitted
 from bench.runtime.plan import METHODS, Job, seconds_per_iteration
 from flexcomm.gossip import Schedule
@@ -23,36 +23,36 @@ from flexdemo.runtime import (
 
 
 def predict(method: str, job: Job, nodes: int, rate_bits_per_s: float, fitted: Fitted) -> float:
-    """Return the seconds per iteration, of the same iterations, with the same draws, that are measured."""
+    """Return the seconds per iteration, for the same iterations and draws as the measured ones."""
     timing = _simulate(method, job, nodes, rate_bits_per_s, fitted)
     return seconds_per_iteration(timing.finished_s, job.warmups, period_of(method, nodes))
 
 
 def period_of(method: str, nodes: int) -> int:
-    """Return after how many iterations a method's exchanges repeat."""
+    """Return the number of iterations after which a method's schedule repeats."""
     make_schedule = METHODS[method].schedule
     return 1 if make_schedule is None else make_schedule(nodes).period
 
 
 def _simulate(method: str, job: Job, nodes: int, rate_bits_per_s: float, fitted: Fitted) -> Timing:
-    recipe, load, host = METHODS[method], job.load, fitted.host
-    crowd = fitted.crowd(nodes)
+    spec, load, host = METHODS[method], job.load, fitted.host
+    share = fitted.nodes_per_core(nodes)
     horizon = Horizon(job.steps, job.warmups, load.seed)
-    if recipe.schedule is not None:
-        schedule = recipe.schedule(nodes)
+    if spec.schedule is not None:
+        schedule = spec.schedule(nodes)
         cluster = Cluster(nodes, fitted.links_at(rate_bits_per_s, busy_nodes(schedule)))
         # Nodes that wait for few others do not all step at the same time.
-        workload = load.workload(fitted.turn_s(host.decentralized_s, load.compute_s, nodes))
-        return simulate_decentralized(cluster, workload, schedule, updates=recipe.updates, horizon=horizon)
+        workload = load.workload(fitted.queued_s(host.decentralized_s, load.compute_s, nodes))
+        return simulate_decentralized(cluster, workload, schedule, updates=spec.updates, horizon=horizon)
     cluster = Cluster(nodes, fitted.links_at(rate_bits_per_s, nodes))
-    if recipe.family == "all-reduce":
-        return simulate_all_reduce(cluster, load.workload(crowd * host.all_reduce_s), horizon)
-    workload, compression = load.workload(crowd * host.flexdemo_s), fitted.compression(load, nodes)
-    return simulate_flexdemo(cluster, workload, compression, overlap=recipe.overlap, horizon=horizon)
+    if spec.family == "all-reduce":
+        return simulate_all_reduce(cluster, load.workload(share * host.all_reduce_s), horizon)
+    workload, compression = load.workload(share * host.flexdemo_s), fitted.compression(load, nodes)
+    return simulate_flexdemo(cluster, workload, compression, overlap=spec.overlap, horizon=horizon)
 
 
 def busy_nodes(schedule: Schedule) -> float:
-    """Return how many nodes exchange at a time, on average over the phases in which any do."""
+    """Return how many nodes communicate at a time, on average over the phases in which any do."""
     counts = [sum(bool(phase.peers(node)) for node in range(schedule.nodes)) for phase in schedule.phases]
     busy = [count for count in counts if count]
     return sum(busy) / len(busy) if busy else schedule.nodes
@@ -77,36 +77,36 @@ class Row:
 
     @property
     def error(self) -> float:
-        """By which share of what was measured the prediction is too long."""
+        """The relative error of the prediction; positive if it is too long."""
         return self.predicted_s / self.measured_s - 1
 
-    def is_at(self, place: Place) -> bool:
-        return place.is_like(Place(self.nodes, self.rate))
+    def is_at(self, cluster: ClusterShape) -> bool:
+        return cluster.is_like(ClusterShape(self.nodes, self.rate))
 
 
-def make_rows(visited: Sequence[Visited], fitted: Fitted) -> list[Row]:
+def make_rows(results: Sequence[ClusterResult], fitted: Fitted) -> list[Row]:
     """Return a row for every method of every job, clusters in the order of nodes and rates."""
-    in_order = sorted(visited, key=lambda one: (one.visit.place.rate_bits_per_s, one.visit.place.nodes))
+    in_order = sorted(results, key=lambda one: (one.cluster_run.cluster.rate_bits_per_s, one.cluster_run.cluster.nodes))
     return [
         _row(method, job, one, finished_s, fitted)
         for one in in_order
-        for job, found in zip(one.visit.jobs, one.found, strict=True)
-        for method, finished_s in found.finished_s.items()
+        for job, done in zip(one.cluster_run.jobs, one.jobs, strict=True)
+        for method, finished_s in done.finished_s.items()
     ]
 
 
-def _row(method: str, job: Job, visited: Visited, finished_s: Sequence[float], fitted: Fitted) -> Row:
-    place = visited.visit.place
+def _row(method: str, job: Job, result: ClusterResult, finished_s: Sequence[float], fitted: Fitted) -> Row:
+    cluster = result.cluster_run.cluster
     return Row(
         method=method,
-        nodes=place.nodes,
-        rate=place.rate,
+        nodes=cluster.nodes,
+        rate=cluster.rate,
         compute_s=job.load.compute_s,
         straggler=job.load.straggler,
         sigma=job.load.sigma,
-        held_out=visited.visit.held_out,
-        predicted_s=predict(method, job, place.nodes, place.rate_bits_per_s, fitted),
-        measured_s=seconds_per_iteration(finished_s, job.warmups, period_of(method, place.nodes)),
+        held_out=result.cluster_run.held_out,
+        predicted_s=predict(method, job, cluster.nodes, cluster.rate_bits_per_s, fitted),
+        measured_s=seconds_per_iteration(finished_s, job.warmups, period_of(method, cluster.nodes)),
     )
 
 
@@ -135,13 +135,13 @@ def _compute(row: Row) -> str:
 
 
 def format_markdown(rows: Sequence[Row]) -> str:
-    """Return the table as docs have it."""
+    """Return the table in Markdown, for the docs."""
     lines = [COLUMNS, tuple("---" for _ in COLUMNS), *format_rows(rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def write_markdown(rows: Sequence[Row], file: Path) -> None:
-    """Write the table to be pasted into docs."""
+    """Write the table in Markdown to ``file``."""
     try:
         file.write_text(format_markdown(rows))
     except OSError as error:

@@ -1,6 +1,8 @@
-"""What every rank of ``bench runtime`` does: calibrates, if asked to, and trains a paced model by every method.
+"""Ranks of ``bench runtime``: calibration, where a job asks for it, and training of a paced model by every method.
 
-``python -m bench.runtime.rank FOLDER``, under a launcher; the jobs lie in the folder, and rank 0 writes what was found.
+``python -m bench.runtime.rank FOLDER``, under a launcher; the jobs are in the folder, and rank 0 writes their results.
+Calibration measures computing and communicating apart: the time of each collective by size, one at a time, and the time
+of an iteration on the host, without sleep and without waiting for others.
 """
 
 import sys
@@ -17,13 +19,13 @@ from torch import Tensor
 import flexcomm
 from bench.runtime.methods import (
     AllReduceTraining,
-    Contestant,
     DecentralizedTraining,
     FlexDeMoTraining,
+    Method,
     PacedModel,
-    make_contestant,
+    make_method,
 )
-from bench.runtime.plan import ELEMENT_NBYTES, Found, HostCosts, Job, Load, read_jobs, write_found
+from bench.runtime.plan import ELEMENT_NBYTES, HostCosts, Job, JobResult, Load, read_jobs, write_results
 from flexcomm import World, gossip, start_mix
 from flexcomm.gossip import Phase, Schedule
 from flexdemo.runtime import LinkTable
@@ -35,42 +37,42 @@ _WARMUP_ROUNDS = 2
 
 
 def measure_links(load: Load, world: World, rounds: int) -> list[LinkTable]:
-    """Return the tables of all exchanges that methods on this cluster are made of. All ranks call it together."""
+    """Return the times of all collectives that methods on this cluster use. All ranks call it together."""
     nodes, inter = world.topology.nodes, world.inter
     buckets = [int(share * load.bucket_nbytes) for share in _BUCKET_SHARES]
     payloads = [int(share * load.bucket_nbytes) for share in _PAYLOAD_SHARES]
-    kinds: list[tuple[str, int, list[int], Callable[[Tensor], object]]] = [
+    collectives: list[tuple[str, int, list[int], Callable[[Tensor], object]]] = [
         ("group", _PAIR, buckets, lambda x: _swap(x, gossip.ring(nodes), world)),
         ("all-reduce", nodes, buckets, lambda x: inter.all_reduce(x).wait()),
         ("gather", nodes, payloads, lambda x: inter.all_gather(x).wait()),
     ]
     if nodes > _PAIR:
-        kinds.append(("group", nodes, buckets, lambda x: _swap(x, gossip.complete(nodes), world)))
-    return [_measure_link(*kind, world, rounds) for kind in kinds]
+        collectives.append(("group", nodes, buckets, lambda x: _swap(x, gossip.complete(nodes), world)))
+    return [_measure_link(*one, world, rounds) for one in collectives]
 
 
 def _swap(x: Tensor, schedule: Schedule, world: World) -> None:
-    """Return when everything has arrived; joining it is the host's work, and counted there."""
+    """Return when everything has arrived; averaging is the host's work, and measured there."""
     start_mix(x, schedule, 0, world=world, out=x).arrive()
 
 
 def _measure_link(
-    link: str, k: int, sizes: Sequence[int], exchange: Callable[[Tensor], object], world: World, rounds: int
+    link: str, k: int, sizes: Sequence[int], collective: Callable[[Tensor], object], world: World, rounds: int
 ) -> LinkTable:
     tensors = [torch.zeros(size // ELEMENT_NBYTES) for size in sizes]
-    seconds = [_slowest_s(partial(exchange, x), world, rounds) for x in tensors]
+    seconds = [_slowest_s(partial(collective, x), world, rounds) for x in tensors]
     return LinkTable(link, k, tuple(x.nbytes for x in tensors), tuple(seconds))
 
 
 def measure_host(load: Load, world: World, rounds: int) -> HostCosts:
-    """Return what iterations cost the host. All ranks call it together."""
+    """Return the costs of iterations on the host. All ranks call it together."""
     idle, nodes = replace(load, forward_s=0.0, backward_s=0.0), world.topology.nodes
     model = partial(PacedModel, idle, world.topology.node)
     alone = DecentralizedTraining(model(), world, _silent(nodes, _WARMUP_ROUNDS + rounds), "step")
     flexdemo = partial(_flexdemo_costs, FlexDeMoTraining(model(), world, overlap=False), idle.buckets, world)
     encode_s, decode_s, rest_s, payload_nbytes = _medians(_gather(flexdemo, world, rounds).mean(dim=0))
     (mix_s,) = _medians(_gather(partial(_mix_costs, idle, world), world, rounds).mean(dim=0))
-    all_reduce = AllReduceTraining(model(), world, talks=False)
+    all_reduce = AllReduceTraining(model(), world, communicates=False)
     return HostCosts(
         all_reduce_s=_slowest_s(partial(all_reduce.iterate, 1.0), world, rounds),
         decentralized_s=_slowest_s(partial(alone.iterate, 1.0), world, rounds),
@@ -83,7 +85,7 @@ def measure_host(load: Load, world: World, rounds: int) -> HostCosts:
 
 
 def _silent(nodes: int, steps: int) -> Schedule:
-    """Return a schedule in which nobody meets for so many steps; one in which nobody ever does would be refused."""
+    """Return a schedule without messages for ``steps`` steps; one without any message at all would be refused."""
     return Schedule("silent", nodes, (Phase(),) * (steps + 1) + gossip.complete(nodes).phases)
 
 
@@ -95,9 +97,9 @@ def _mix_costs(load: Load, world: World) -> list[float]:
     return [_seconds_of(handle.wait)]
 
 
-def _flexdemo_costs(contestant: Contestant, buckets: int, world: World) -> list[float]:
-    """Return the seconds of an iteration by what was done in them, and a bucket's payload."""
-    total_s = _seconds_of(lambda: contestant.iterate(1.0))
+def _flexdemo_costs(method: Method, buckets: int, world: World) -> list[float]:
+    """Return the seconds of an iteration by phase, and a bucket's payload bytes."""
+    total_s = _seconds_of(lambda: method.iterate(1.0))
     records = world.recent_syncs()[-buckets:]
     encode_s, decode_s, waiting_s = (
         sum(record[name] for record in records) for name in ("encode_s", "decode_s", "waiting_s")
@@ -112,7 +114,7 @@ def _slowest_s(call: Callable[[], object], world: World, rounds: int) -> float:
 
 
 def _gather(measure: Callable[[], list[float]], world: World, rounds: int) -> Tensor:
-    """Return what all ranks measured, ``[ranks, rounds, numbers]``; they begin a round together."""
+    """Return the measurements of all ranks, ``[ranks, rounds, numbers]``; they begin a round together."""
     seen = []
     for _ in range(_WARMUP_ROUNDS + rounds):
         world.control.barrier().wait()
@@ -121,7 +123,7 @@ def _gather(measure: Callable[[], list[float]], world: World, rounds: int) -> Te
 
 
 def _medians(numbers: Tensor) -> list[float]:
-    """Return that of each column of ``[rounds, numbers]``."""
+    """Return the median of each column of ``[rounds, numbers]``."""
     return [median(column) for column in numbers.T.tolist()]
 
 
@@ -131,26 +133,26 @@ def _seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin_s
 
 
-def run_job(job: Job, world: World) -> Found:
-    """Return what was found, the same on every rank. All ranks call it together."""
+def run_job(job: Job, world: World) -> JobResult:
+    """Return the results of a job, the same on every rank. All ranks call it together."""
     tables = tuple(measure_links(job.load, world, job.rounds)) if job.rounds else ()
     costs = measure_host(job.load, world, job.rounds) if job.rounds else None
-    return Found(tables, costs, {method: measure_iterations(method, job, world) for method in job.methods})
+    return JobResult(tables, costs, {method: measure_iterations(method, job, world) for method in job.methods})
 
 
 def measure_iterations(method: str, job: Job, world: World) -> list[float]:
-    """Return when the last rank had finished each iteration, in seconds since all began. All ranks call it together."""
-    place, load = world.topology, job.load
-    contestant = make_contestant(method, PacedModel(load, place.node), world)
+    """Return the end of each iteration on the last rank, in seconds since the start. All ranks call it together."""
+    topology, load = world.topology, job.load
+    trained = make_method(method, PacedModel(load, topology.node), world)
     workload = load.workload()
-    factors = [float(workload.draw(place.nodes, step, load.seed)[place.node]) for step in range(job.steps)]
+    factors = [float(workload.draw(topology.nodes, step, load.seed)[topology.node]) for step in range(job.steps)]
     ends_s = []
     world.control.barrier().wait()
     begin_s = time.perf_counter()
     for factor in factors:
-        contestant.iterate(factor)
+        trained.iterate(factor)
         ends_s.append(time.perf_counter() - begin_s)
-    contestant.finish()
+    trained.finish()
     gathered = world.control.all_gather(torch.tensor(ends_s, dtype=torch.float64)).wait()
     finished_s: list[float] = gathered.amax(dim=0).tolist()
     return finished_s
@@ -161,7 +163,7 @@ def main(folder: Path) -> None:
     with flexcomm.connect() as world:
         found = [run_job(job, world) for job in read_jobs(folder)]
         if world.topology.rank == 0:
-            write_found(found, folder)
+            write_results(found, folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m bench step``: the communication of one optimizer step of a real GPT, ours beside what else there is.
+"""``python -m bench step``: the communication of one optimizer step of a real GPT, by our methods and by others.
 
 Runs under mpirun, torchrun or ``python -m bench cluster``; started alone, it starts two ranks as two nodes of this
 host. All methods run in one go, one after the other, and the table shows ratios.
@@ -20,7 +20,7 @@ from bench.cluster.launchers import start_two_ranks
 from bench.cluster.links import Link, describe_link, find_link, parse_rate, read_sent_nbytes
 from bench.common_options import CheckOption, JsonOption, LinkOption, QuickOption, Report, check_count, conclude
 from bench.errors import UsageError
-from bench.step.methods import BucketedAllReduce, Method, Ours
+from bench.step.methods import BucketedAllReduce, FlexcommSync, Method
 from bench.step.models import Gradients, draw_gradients, find_model
 from bench.step.peers import PeerMissingError, PowerSgd, detonation_demo, detonation_random
 from bench.tables import print_table
@@ -31,14 +31,14 @@ from flexcomm.topology import read_launcher
 
 @dataclass(frozen=True)
 class Row:
-    """What one method took for a step: of the slowest rank, medians over steps.
+    """Seconds and bytes of a step of one method: of the slowest rank, medians over steps.
 
-    ``counted_nbytes`` are those of the emulated cable's counters, if there is one, shared among a node's ranks;
-    ``own_nbytes`` those the method counts itself.
+    ``counted_nbytes`` are from the counters of the emulated link, if there is one, divided by a node's ranks;
+    ``own_nbytes`` are counted by the method itself.
     """
 
     method: str
-    cable: str
+    transport: str
     step_s: float
     main_cpu_s: float
     process_cpu_s: float
@@ -71,9 +71,20 @@ METHODS: Mapping[str, str] = {
     _DETONATION: f"detonation DeMo, k={_K}",
     "detonation-random": "detonation random 1/32",
 }
-"""What ``--methods`` takes, and what the table calls it."""
+"""Values of ``--methods``, and their names in the table."""
 
-_COLUMNS = ("method", "cable", "s/step", "ratio", "main CPU s", "ratio", "all CPU s", "MB sent/rank", "ratio", "bits")
+_COLUMNS = (
+    "method",
+    "transport",
+    "s/step",
+    "ratio",
+    "main CPU s",
+    "ratio",
+    "all CPU s",
+    "MB sent/rank",
+    "ratio",
+    "bits",
+)
 _RATIOS: Mapping[str, tuple[str, str, Callable[[Row, Row], float]]] = {
     "cpu_of_detonation": (_OURS, _DETONATION, lambda ours, other: ours.main_cpu_s / other.main_cpu_s),
     "bytes_saved_bf16": (_OURS, _DETONATION, lambda ours, other: other.sent / ours.sent),
@@ -81,7 +92,7 @@ _RATIOS: Mapping[str, tuple[str, str, Callable[[Row, Row], float]]] = {
     "speedup_over_bf16": (_OURS, _BF16, lambda ours, other: other.step_s / ours.step_s),
     "speedup_over_powersgd_1": (_OURS, _POWERSGD, lambda ours, other: other.step_s / ours.step_s),
 }
-"""The figures: which two methods, and what of them."""
+"""The figures: two methods each, and the ratio of them."""
 
 _TARGET_NODES = 4
 _TARGET_RATE = "100mbit"
@@ -95,7 +106,7 @@ MethodsOption = Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured."""
+    """Model, methods and repetitions to measure."""
 
     model: str
     methods: tuple[str, ...]
@@ -105,7 +116,7 @@ class Settings:
 
 @dataclass
 class Findings:
-    """What was measured so far, by method, and why some methods were not; a run that is interrupted keeps it."""
+    """Rows measured so far, by method, and why others were skipped; an interrupted run reports them."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -161,11 +172,11 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 
 def make_method(name: str, gradients: Gradients, world: World) -> Method:
-    """Return a contestant; raises PeerMissingError if it is somebody's who is not here."""
+    """Return the method of that name; raise PeerMissingError if it is of a package that is not installed."""
     makers: dict[str, Callable[[], Method]] = {
-        _OURS: lambda: Ours(gradients, world, demo(_K), "contributors"),
-        _SIGN: lambda: Ours(gradients, world, demo(_K, values="sign"), "contributors"),
-        "random": lambda: Ours(gradients, world, random_k(1 / 32), "nodes"),
+        _OURS: lambda: FlexcommSync(gradients, world, demo(_K), "contributors"),
+        _SIGN: lambda: FlexcommSync(gradients, world, demo(_K, values="sign"), "contributors"),
+        "random": lambda: FlexcommSync(gradients, world, random_k(1 / 32), "nodes"),
         "all-reduce-fp32": lambda: BucketedAllReduce(gradients, world, torch.float32),
         _BF16: lambda: BucketedAllReduce(gradients, world, torch.bfloat16),
         _POWERSGD: lambda: PowerSgd(gradients, world, 1),
@@ -177,7 +188,7 @@ def make_method(name: str, gradients: Gradients, world: World) -> Method:
 
 
 def _run(settings: Settings, gradients: Gradients, world: World, findings: Findings) -> None:
-    """Let the methods run one after the other; each is gone, with its memory, before the next begins."""
+    """Run the methods one after the other; each is freed, with its memory, before the next begins."""
     for name in settings.methods:
         try:
             method = make_method(name, gradients, world)
@@ -188,11 +199,11 @@ def _run(settings: Settings, gradients: Gradients, world: World, findings: Findi
 
 
 def print_findings(findings: Findings, wanted: int) -> None:
-    """Print what there is: each method beside the first one."""
+    """Print the rows so far: each method beside the first one."""
     rows = list(findings.rows.values())
     if rows:
         print_table("slowest rank, median; ratios to the first line", _COLUMNS, format_rows(rows), sys.stdout)
-        source = "the cable's counters, headers included" if rows[0].counted else "the method's own count"
+        source = "the link's counters, headers included" if rows[0].counted else "the method's own count"
         print(f"# MB sent: {source}; bits: whether all ranks hold the same")
     for name, reason in findings.skipped.items():
         print(f"# skipped {METHODS[name]}: {reason}")
@@ -206,7 +217,7 @@ def format_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [
         (
             METHODS[row.method],
-            row.cable,
+            row.transport,
             f"{row.step_s:.3f}",
             _ratio(row.step_s, rows[0].step_s),
             f"{row.main_cpu_s:.3f}",
@@ -224,18 +235,18 @@ def _ratio(number: float, unit: float) -> str:
     return f"{number / unit:.2f}x" if unit else "-"
 
 
-def make_report(findings: Findings, settings: Settings, place: Topology, link: Link | None) -> Report:
-    """Return the ratios that targets bound, those of a certain link only where that link was there."""
+def make_report(findings: Findings, settings: Settings, topology: Topology, link: Link | None) -> Report:
+    """Return the ratios that targets bound; speedups only on the link that their targets are for."""
     rows = findings.rows
     figures: dict[str, float] = {}
     unmeasured: dict[str, str] = {}
-    elsewhere = why_no_speedup(place, link)
+    elsewhere = why_no_speedup(topology, link)
     for figure, (ours, other, ratio) in _RATIOS.items():
         absent = [name for name in (ours, other) if name not in rows]
         if absent:
             reasons = (f"{name}: {findings.skipped.get(name, 'not among --methods')}" for name in absent)
             unmeasured[figure] = "; ".join(reasons)
-        elif figure.startswith("bytes") and place.nodes == 1:
+        elif figure.startswith("bytes") and topology.nodes == 1:
             unmeasured[figure] = "one node sends nothing to others"
         elif figure.startswith("speedup") and elsewhere:
             unmeasured[figure] = elsewhere
@@ -252,9 +263,9 @@ def make_report(findings: Findings, settings: Settings, place: Topology, link: L
     return Report("step", frozenset(_RATIOS), figures, [asdict(row) for row in rows.values()], said, unmeasured)
 
 
-def why_no_speedup(place: Topology, link: Link | None) -> str:
-    """Return why speedups of this run cannot be held to their targets; nothing, if they can."""
-    if place.nodes == _TARGET_NODES and link is not None and link.rate_bits_per_s == parse_rate(_TARGET_RATE):
+def why_no_speedup(topology: Topology, link: Link | None) -> str:
+    """Return why the speedups of this run cannot be compared with their targets; empty if they can."""
+    if topology.nodes == _TARGET_NODES and link is not None and link.rate_bits_per_s == parse_rate(_TARGET_RATE):
         return ""
     return (
         f"its target is for {_TARGET_NODES} nodes on links of {_TARGET_RATE}: `python -m bench cluster --nodes "
@@ -280,7 +291,7 @@ def measure(name: str, method: Method, iterations: int, warmups: int, world: Wor
     counted = -1.0 if before is None or after is None else (after - before) / iterations / world.topology.local_size
     own, counted = _average([method.sent_nbytes(), counted], world)
     equal = hold_same_bits(method.results(), world)
-    return Row(name, method.cable, wall_s, main_s, process_s, own, counted if counted >= 0 else None, equal)
+    return Row(name, method.transport, wall_s, main_s, process_s, own, counted if counted >= 0 else None, equal)
 
 
 def _time(method: Method) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
-"""The contestants of ``bench step``: each turns every rank's gradients into one update that all ranks hold.
+"""Methods of ``bench step``: each reduces every rank's gradients to one update that all ranks hold.
 
-A method is made once, keeps its own state, and takes steps. Preparing a step's input is not part of it.
+A method is made once, keeps its own state, and takes steps. Preparing a step's input is not timed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.step.models import Gradients
-from bench.world import crossing_nbytes, everybody
+from bench.world import all_ranks_transport, crossing_nbytes
 from flexcomm import Compressor, Residuals, World, hierarchical_sync
 from flexcomm.kernels import Average
 
@@ -19,13 +19,13 @@ _MIB = 1 << 20
 
 
 class Method(Protocol):
-    """A way to communicate what one optimizer step needs."""
+    """Communicates the gradients of one optimizer step."""
 
-    cable: str
-    """What carries it between ranks."""
+    transport: str
+    """Name of the transport between ranks."""
 
     def prepare(self) -> None:
-        """Lay the gradients where the step will find them: not timed."""
+        """Copy the gradients into the buffers of the step: not timed."""
         ...
 
     def step(self) -> None:
@@ -33,19 +33,19 @@ class Method(Protocol):
         ...
 
     def sent_nbytes(self) -> float:
-        """Return what this rank's last step sent to other nodes, by the method's own count: no headers."""
+        """Return the bytes this rank's last step sent to other nodes, by the method's own count: no headers."""
         ...
 
     def results(self) -> Sequence[Tensor]:
-        """Return what the last step came to; every rank must hold the same bits."""
+        """Return the update of the last step; every rank must hold the same bits."""
         ...
 
 
-class Ours:
+class FlexcommSync:
     """``hierarchical_sync`` of all gradients at once, with residuals."""
 
     def __init__(self, gradients: Gradients, world: World, compressor: Compressor, average: Average) -> None:
-        self.cable = world.inter.name
+        self.transport = world.inter.name
         self._gradients = gradients
         self._world = world
         self._compressor = compressor
@@ -82,10 +82,10 @@ class BucketedAllReduce:
     """
 
     def __init__(self, gradients: Gradients, world: World, wire_dtype: torch.dtype) -> None:
-        self._transport = everybody(world)
-        self.cable = self._transport.name
+        self._transport = all_ranks_transport(world)
+        self.transport = self._transport.name
         self._dtype = wire_dtype
-        self._place = world.topology
+        self._topology = world.topology
         self._sources = list(fill_buckets(gradients.tensors))
         self._buckets = [torch.empty(sum(x.numel() for x in bucket)) for bucket in self._sources]
 
@@ -103,7 +103,7 @@ class BucketedAllReduce:
             bucket.copy_(wire)
 
     def sent_nbytes(self) -> float:
-        return crossing_nbytes(sum(one.numel() for one in self._buckets) * self._dtype.itemsize, self._place)
+        return crossing_nbytes(sum(one.numel() for one in self._buckets) * self._dtype.itemsize, self._topology)
 
     def results(self) -> Sequence[Tensor]:
         return self._buckets

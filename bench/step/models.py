@@ -1,4 +1,4 @@
-"""The parameter shapes of GPTs, from their configurations: what one optimizer step has to synchronise."""
+"""Parameter shapes of GPTs, from their configurations, and gradients of these shapes."""
 
 import math
 from collections.abc import Iterator, Mapping

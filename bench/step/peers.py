@@ -1,4 +1,4 @@
-"""Other people's ways to communicate a step, as published: torch's PowerSGD, and the FlexDeMo authors' package."""
+"""Methods of others, as published: torch's PowerSGD, and the FlexDeMo authors' package ``detonation``."""
 
 import os
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ _RATE = 1 / 32
 
 
 class PeerMissingError(Exception):
-    """A peer cannot take part; the message says why."""
+    """A peer cannot be measured; the message says why."""
 
 
 class _Bucket:
-    """What ``powerSGD_hook`` asks of DDP's GradBucket, which only DDP itself can make."""
+    """The methods of DDP's GradBucket that ``powerSGD_hook`` calls; only DDP itself can make a real one."""
 
     def __init__(self, number: int, tensors: list[Tensor], is_last: bool) -> None:
         self._number = number
@@ -54,14 +54,14 @@ class _Bucket:
 class PowerSgd:
     """torch's ``powerSGD_hook`` with error feedback and warm start, as it comes.
 
-    One bucket at a time: with several under way on gloo it aborts, because its collectives start in callbacks, in an
+    One bucket at a time: with several in flight on gloo it aborts, because its collectives start in callbacks, in an
     order that differs from rank to rank.
     """
 
-    cable = "gloo"
+    transport = "gloo"
 
     def __init__(self, gradients: Gradients, world: World, rank: int) -> None:
-        self._place = world.topology
+        self._topology = world.topology
         self._state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         # Its first steps are plain all-reduces, meant for DDP to settle its buckets; ours are settled.
         self._state.iter = self._state.start_powerSGD_iter
@@ -81,7 +81,7 @@ class PowerSgd:
         self._sent_numel = self._state.total_numel_after_compression - before
 
     def sent_nbytes(self) -> float:
-        return crossing_nbytes(self._sent_numel * torch.float32.itemsize, self._place)
+        return crossing_nbytes(self._sent_numel * torch.float32.itemsize, self._topology)
 
     def results(self) -> Sequence[Tensor]:
         return [bucket.buffer() for bucket in self._buckets]
@@ -93,13 +93,13 @@ class Detonation:
     Only that: no sign, no optimizer, no reduce-scatter inside a node.
     """
 
-    cable = "gloo"
+    transport = "gloo"
 
     def __init__(self, gradients: Gradients, world: World, replicator: Any) -> None:  # detonation has no types
         if world.topology.local_size > 1:
             raise PeerMissingError("it works on FSDP's flat shards where a node has several ranks: give each node one")
         self._gradients = gradients
-        self._place = world.topology
+        self._topology = world.topology
         self._replicator = replicator
         parameters = [torch.nn.Parameter(torch.zeros_like(x)) for x in gradients.tensors]
         self._optimizer = torch.optim.SGD(parameters, lr=1.0)
@@ -120,10 +120,10 @@ class Detonation:
         self._replicator.post_step()
 
     def sent_nbytes(self) -> float:
-        """Return what its own log says for one receiver, times the others that gather it or, in a ring, add it up."""
+        """Return the bytes of its own log for one receiver, times the receivers, or as an all-reduce in a ring."""
         nbytes = float(self._replicator.data_transmitted[-1])
         is_reduced = type(self._replicator).__name__ == "RandomReplicator"
-        return crossing_nbytes(nbytes, self._place) if is_reduced else (self._place.nodes - 1) * nbytes
+        return crossing_nbytes(nbytes, self._topology) if is_reduced else (self._topology.nodes - 1) * nbytes
 
     def results(self) -> Sequence[Tensor]:
         return self._outputs

@@ -13,7 +13,7 @@ import typer
 from bench.cluster.command import LauncherOption, RanksOption
 from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.train.comparison import (
-    Contest,
+    Comparison,
     EvalOption,
     NodesOption,
     OutOption,
@@ -28,7 +28,7 @@ from bench.train.comparison import (
     WindowsOption,
     check_settings,
     plan_settings,
-    run_contest,
+    run_comparison,
     sweep_rates,
 )
 from bench.train.methods import BASELINE, METHODS, parse_methods
@@ -38,6 +38,14 @@ from bench.train.summary import Summary, columns_for, find_baseline, find_common
 _QUICK_METHODS = "adamw,flexdemo-k32,flexdemo-sign,local-muon"
 _QUICK_STEPS = 200
 _QUICK_EVAL_EVERY = 20
+_HEADLINE = "flexdemo-sign"
+_RATIOS: Mapping[str, Callable[[Summary, Summary, float], float]] = {
+    "loss_ratio": lambda ours, base, _: (ours.loss or 0.0) / (base.loss or 1.0),
+    "bytes_saved": lambda ours, base, _: base.sent_nbytes / ours.sent_nbytes,
+    "speedup": lambda ours, base, loss: _seconds(base, loss) / _seconds(ours, loss),
+}
+"""Figures, from the summaries of FlexDeMo and of the baseline, and a loss that both reached."""
+KNOWN_FIGURES = frozenset({*_RATIOS, "replicas_differ", "diverged"})
 
 MethodsOption = Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}; or all.")]
 ShardOption = Annotated[bool, typer.Option("--shard", help="Shard the model inside each node, by FSDP2.")]
@@ -85,32 +93,18 @@ def train(
     names = parse_methods(methods)
     check_settings(settings, names)
     if sweep:
-        sweep_rates(_CONTEST, settings, names, lr, out)
+        sweep_rates(_COMPARISON, settings, names, lr, out)
         return
-    summaries = run_contest(_CONTEST, settings, names, lr, seeds, out)
+    summaries = run_comparison(_COMPARISON, settings, names, lr, seeds, out)
     report = make_report(summaries, settings, quick=quick)
     raise typer.Exit(conclude(report, json_file=json_file, check=check))
 
 
 def tabulate(summaries: Sequence[Summary]) -> Table:
-    """Return what is shown of all methods."""
+    """Return the table of all methods."""
     columns = columns_for(find_common_loss(summaries))
     legend = "val loss in nats per byte; MB sent by a node; s to: the least loss that all of them reached"
     return Table(columns, format_rows(summaries), legend)
-
-
-_CONTEST = Contest("train", BASELINE, tabulate)
-
-
-_HEADLINE = "flexdemo-sign"
-_RATIOS: Mapping[str, Callable[[Summary, Summary, float], float]] = {
-    "loss_ratio": lambda ours, base, _: (ours.loss or 0.0) / (base.loss or 1.0),
-    "bytes_saved": lambda ours, base, _: base.sent_nbytes / ours.sent_nbytes,
-    "speedup": lambda ours, base, loss: _seconds(base, loss) / _seconds(ours, loss),
-}
-"""What is compared of it and the baseline; the number is a loss that both reached."""
-
-KNOWN_FIGURES = frozenset({*_RATIOS, "replicas_differ", "diverged"})
 
 
 def make_report(summaries: Sequence[Summary], settings: Settings, *, quick: bool) -> Report:
@@ -148,3 +142,6 @@ def _why_not(figure: str, ours: Summary | None, base: Summary | None, settings: 
 def _seconds(one: Summary, loss: float) -> float:
     seconds = seconds_to(one.curve, loss)
     return float("nan") if seconds is None else seconds
+
+
+_COMPARISON = Comparison("train", BASELINE, tabulate)

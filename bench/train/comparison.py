@@ -1,4 +1,7 @@
-"""What the commands that train do alike: plan runs, start ranks, watch them, and show what came of it."""
+"""Training by several methods, for all commands that train: plan runs, start ranks, watch them, show the results.
+
+Ranks run as nodes of this host or, with a rate, on an emulated cluster.
+"""
 
 import os
 import sys
@@ -18,7 +21,7 @@ from bench.common_options import check_count, parse_counts
 from bench.errors import BenchError, UsageError
 from bench.tables import print_table
 from bench.train.learning_rates import RATES_FILE, Choice, Swept, choose_rates, save_sweep
-from bench.train.methods import LINEUP
+from bench.train.methods import ALL_METHODS
 from bench.train.model import SIZES, find_size
 from bench.train.plan import Plan, Run, Settings, save_plan
 from bench.train.records import read_history
@@ -41,7 +44,7 @@ EvalOption = Annotated[
 ]
 NodesOption = Annotated[int, typer.Option(help="How many nodes.")]
 RateOption = Annotated[
-    str | None, typer.Option(metavar="RATE", help="Emulate cables of this rate, such as 100mbit; needs root.")
+    str | None, typer.Option(metavar="RATE", help="Emulate links of this rate, such as 100mbit; needs root.")
 ]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where records and plot go; without it, below runs/.")
@@ -57,7 +60,7 @@ _EVAL_WINDOWS = 128
 
 
 class Table(NamedTuple):
-    """What a command shows of all methods, and the line below that says what its columns are."""
+    """The table of all methods, and a legend of its columns."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -65,8 +68,8 @@ class Table(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contest:
-    """A command that trains: its name, the method that others stand beside, and how it shows what comes of them."""
+class Comparison:
+    """A command that trains: its name, the baseline, and the functions that show its progress and results."""
 
     name: str
     baseline: str
@@ -78,7 +81,7 @@ class Contest:
 
 # Any: fields of Settings, which checks their names.
 def plan_settings(size: str, steps: int, windows: int | None, eval_every: int | None, **rest: Any) -> Settings:
-    """Return settings in which what was not given is what fits: the windows of the size, ten validations."""
+    """Return settings; by default, windows are those of the size, and there are ten validations."""
     every = max(1, steps // _EVALUATIONS) if eval_every is None else eval_every
     return Settings(
         size=size,
@@ -92,42 +95,44 @@ def plan_settings(size: str, steps: int, windows: int | None, eval_every: int | 
 
 
 def check_settings(settings: Settings, methods: Iterable[str]) -> None:
-    """Raise, before any rank starts, unless all methods can be trained so."""
+    """Raise, before any rank starts, unless all methods can be trained with these settings."""
     check_count("--steps", settings.steps, 1)
     check_count("--batch", settings.windows, 1)
     check_count("--eval-every", settings.eval_every, 1)
-    apart = [name for name in methods if settings.steps % LINEUP[name].meets_every]
+    apart = [name for name in methods if settings.steps % ALL_METHODS[name].sync_every]
     if apart:
-        every = LINEUP[apart[0]].meets_every
-        raise UsageError(f"got {settings.steps} steps, but nodes meet every {every} with {apart[0]}: give a multiple.")
+        every = ALL_METHODS[apart[0]].sync_every
+        raise UsageError(
+            f"got {settings.steps} steps, but nodes synchronise every {every} with {apart[0]}: give a multiple."
+        )
     check_start(settings)
 
 
 def plan_runs(choices: dict[str, Choice], seeds: Sequence[int]) -> tuple[Run, ...]:
-    """Return all methods with the first seed, then all with the next: an interrupted run has whole rounds."""
+    """Return all methods with the first seed, then all with the next: an interrupted comparison has whole rounds."""
     return tuple(Run(name, choice.lr, seed) for seed in seeds for name, choice in choices.items())
 
 
 def plan_sweep(methods: Iterable[str], lr: float | None) -> tuple[Run, ...]:
     """Return every method with each learning rate of its grid, or with the one that is given."""
-    return tuple(Run(name, rate, 0) for name in methods for rate in (LINEUP[name].grid if lr is None else (lr,)))
+    return tuple(Run(name, rate, 0) for name in methods for rate in (ALL_METHODS[name].grid if lr is None else (lr,)))
 
 
-def run_contest(
-    contest: Contest, settings: Settings, methods: Iterable[str], lr: float | None, seeds: str, out: Path | None
+def run_comparison(
+    comparison: Comparison, settings: Settings, methods: Iterable[str], lr: float | None, seeds: str, out: Path | None
 ) -> list[Summary]:
-    """Train everything, show what came of it even if it was interrupted, and return that."""
+    """Train everything, show the results even if interrupted, and return them."""
     choices = choose_rates(settings.size, methods, lr)
     plan = Plan(settings, plan_runs(choices, list(dict.fromkeys(parse_counts("--seeds", seeds)))))
     for name, choice in choices.items():
         print(f"lr of {name}: {choice.lr:g} ({choice.source})")
-    folder = _folder(out, contest)
+    folder = _folder(out, comparison)
     try:
-        _train_all(contest, plan, folder)
+        _train_all(comparison, plan, folder)
     finally:
         summaries = _summaries(plan, folder)
         if summaries:
-            _show(contest, summaries, settings, folder)
+            _show(comparison, summaries, settings, folder)
         ended = sum(len(one.losses) + len(one.diverged) for one in summaries)
         if ended < len(plan.runs):
             print(f"interrupted: {ended} of {len(plan.runs)} runs ended", flush=True)
@@ -135,12 +140,12 @@ def run_contest(
 
 
 def sweep_rates(
-    contest: Contest, settings: Settings, methods: Iterable[str], lr: float | None, out: Path | None
+    comparison: Comparison, settings: Settings, methods: Iterable[str], lr: float | None, out: Path | None
 ) -> None:
-    """Try all learning rates, and write the losses down, even if it was interrupted."""
-    plan, folder = Plan(settings, plan_sweep(methods, lr)), _folder(out, contest)
+    """Try all learning rates, and save the losses, even if interrupted."""
+    plan, folder = Plan(settings, plan_sweep(methods, lr)), _folder(out, comparison)
     try:
-        _train_all(contest, plan, folder)
+        _train_all(comparison, plan, folder)
     finally:
         found: dict[str, dict[float, float | None]] = {}
         for one in _summaries(plan, folder):
@@ -148,35 +153,35 @@ def sweep_rates(
         _show_sweep(save_sweep(settings, found))
 
 
-def _train_all(contest: Contest, plan: Plan, folder: Path) -> None:
+def _train_all(comparison: Comparison, plan: Plan, folder: Path) -> None:
     save_plan(plan, folder)
     print(f"records: {folder}/*.jsonl", flush=True)
-    with contest.watch(plan, folder):
+    with comparison.watch(plan, folder):
         code = start_ranks(plan.settings, folder)
     if code:
-        raise BenchError(f"the ranks ended with exit code {code}; see above. What they noted is in {folder}.")
+        raise BenchError(f"the ranks ended with exit code {code}; see above. Their records are in {folder}.")
 
 
 def _summaries(plan: Plan, folder: Path) -> list[Summary]:
     return summarise({run: read_history(run, folder) for run in plan.runs})
 
 
-def _show(contest: Contest, summaries: Sequence[Summary], settings: Settings, folder: Path) -> None:
-    table = contest.tabulate(summaries)
+def _show(comparison: Comparison, summaries: Sequence[Summary], settings: Settings, folder: Path) -> None:
+    table = comparison.tabulate(summaries)
     print()
-    print_table(contest.title(settings), table.columns, table.rows, sys.stdout)
+    print_table(comparison.title(settings), table.columns, table.rows, sys.stdout)
     print(table.legend)
     for one in summaries:
         for reason in one.diverged:
             print(f"{one.method} diverged {reason}")
-    _draw(contest, summaries, settings, folder / f"{contest.name}.png")
+    _draw(comparison, summaries, settings, folder / f"{comparison.name}.png")
 
 
-def _draw(contest: Contest, summaries: Sequence[Summary], settings: Settings, file: Path) -> None:
+def _draw(comparison: Comparison, summaries: Sequence[Summary], settings: Settings, file: Path) -> None:
     if not can_draw():
         print("no plot: it needs matplotlib, the extra `report`: `pip install '.[report]'` in the checkout")
     elif find_common_loss(summaries) is not None:
-        contest.draw(summaries, contest.title(settings), file, contest.baseline)
+        comparison.draw(summaries, comparison.title(settings), file, comparison.baseline)
         print(f"plot: {file}", flush=True)
 
 
@@ -192,7 +197,7 @@ def _show_sweep(known: Mapping[str, Swept]) -> None:
 
 
 def describe(settings: Settings) -> str:
-    """Return what was trained, in a line."""
+    """Return the settings in a line."""
     link = "one host" if settings.rate is None else f"links of {settings.rate} ({settings.links})"
     held = "sharded in the node" if settings.shard else "whole on every rank"
     tokens = settings.windows * find_size(settings.size).context
@@ -205,9 +210,9 @@ def describe(settings: Settings) -> str:
     )
 
 
-def _folder(out: Path | None, contest: Contest) -> Path:
-    """Return a folder that is there, and was not used by another run."""
-    folder = out or Path("runs") / f"bench-{contest.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+def _folder(out: Path | None, comparison: Comparison) -> Path:
+    """Make and return a folder that holds no records of another run."""
+    folder = out or Path("runs") / f"bench-{comparison.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -239,7 +244,7 @@ def _check_not_a_rank() -> None:
 
 
 def start_ranks(settings: Settings, folder: Path) -> int:
-    """Run the plan that lies in ``folder``, and return the exit code of its ranks."""
+    """Run the plan in ``folder``, and return the exit code of its ranks."""
     command = [sys.executable, "-m", "bench.train.rank", str(folder.resolve())]
     launcher = parse_launcher(settings.launcher)
     nodes, ranks_per_node = settings.nodes, settings.ranks_per_node

@@ -1,4 +1,4 @@
-"""What ``bench train`` learns: the bytes of the Python standard library's sources, the same on every rank.
+"""The data of ``bench train``: the bytes of the Python standard library's sources, the same on every rank.
 
 Nothing is downloaded, and every machine has it; two machines with other versions of Python have other corpora, so
 the record of a run holds its digest.
@@ -22,14 +22,14 @@ _ONE_IN = 10
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Bytes to learn from and bytes to be asked about, from different files; ``digest`` stands for all of them."""
+    """Training and validation bytes, from different files; ``digest`` identifies all of them."""
 
     training: Tensor
     validation: Tensor
     digest: str
 
     def describe(self) -> dict[str, object]:
-        """Return what a reader needs to know whether two runs learnt the same."""
+        """Return the sizes and the digest, by which runs on different data are told apart."""
         sizes = {"training_nbytes": self.training.numel(), "validation_nbytes": self.validation.numel()}
         return {**sizes, "digest": self.digest}
 
@@ -54,10 +54,10 @@ def load_corpus(root: Path | None = None) -> Corpus:
 def list_sources(folder: Path) -> list[str]:
     """Return the relative paths of all sources that count, sorted, with ``/`` on every system."""
     found = []
-    for place, folders, files in os.walk(folder):
+    for current, folders, files in os.walk(folder):
         # What is excluded is not even entered: site-packages may hold more files than all the rest.
         folders[:] = [name for name in folders if name not in _EXCLUDED]
-        here = Path(place).relative_to(folder)
+        here = Path(current).relative_to(folder)
         found += [(here / name).as_posix() for name in files if name.endswith(".py")]
     return sorted(found)
 

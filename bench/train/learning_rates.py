@@ -1,4 +1,4 @@
-"""Learning rates: what a sweep found for every method, written down with how it was found."""
+"""Learning rates: the losses of sweeps for every method, saved with the settings of the sweep."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.train.methods import LINEUP
+from bench.train.methods import ALL_METHODS
 from bench.train.plan import Settings
 
 RATES_FILE = Path(__file__).with_name("learning_rates.json")
@@ -30,7 +30,7 @@ class Swept:
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether the best is the least or largest that was tried, so that a better one may lie beyond."""
+        """True if the best is the least or largest that was tried, so that a better one may lie beyond."""
         return self.best in (min(self.losses), max(self.losses))
 
 
@@ -43,7 +43,7 @@ class Choice:
 
 
 def load_rates(file: Path = RATES_FILE) -> dict[str, dict[str, Swept]]:
-    """Return what was swept, by size and method; nothing, if there is no file."""
+    """Return all saved sweeps, by size and method; empty if there is no file."""
     if not file.exists():
         return {}
     try:
@@ -63,29 +63,29 @@ def _parse(entry: Mapping[str, Mapping[str, float | None]]) -> Swept:
 def save_sweep(
     settings: Settings, found: Mapping[str, Mapping[float, float | None]], file: Path = RATES_FILE
 ) -> dict[str, Swept]:
-    """Write what a sweep found, and keep what it did not try: other methods, other sizes, more learning rates.
+    """Save the losses of a sweep; those of other methods, sizes and learning rates are kept.
 
-    Returns all that is known of the methods it tried.
+    Returns all saved losses of the methods in ``found``.
     """
     rates = load_rates(file)
     entries = rates.setdefault(settings.size, {})
     today = datetime.now(UTC).date().isoformat()
     for name, losses in found.items():
         before = entries.get(name)
-        known = before.losses if before is not None and _are_those(before.settings, settings) else {}
+        known = before.losses if before is not None and _are_settings_of(before.settings, settings) else {}
         entries[name] = Swept(dict(sorted({**known, **losses}.items())), asdict(settings), today)
     said = {size: {name: asdict(swept) for name, swept in methods.items()} for size, methods in rates.items()}
     file.write_text(json.dumps(said, indent=2) + "\n")
     return {name: entries[name] for name in found}
 
 
-def _are_those(said: Mapping[str, object], settings: Settings) -> bool:
-    """Return whether a sweep was made with these settings; one that is silent on some had the defaults of those."""
+def _are_settings_of(said: Mapping[str, object], settings: Settings) -> bool:
+    """Return whether a sweep was made with these settings; settings it does not name had their defaults."""
     return {**_DEFAULTS, **said} == asdict(settings)
 
 
 def choose_rates(size: str, methods: Iterable[str], told: float | None, file: Path = RATES_FILE) -> dict[str, Choice]:
-    """Return the learning rate of each method: as told, else the best that was swept, else its grid's middle."""
+    """Return the learning rate of each method: ``told``, else the best of a sweep, else the middle of its grid."""
     if told is not None:
         return {name: Choice(told, "--lr") for name in methods}
     swept = load_rates(file).get(size, {})
@@ -94,5 +94,5 @@ def choose_rates(size: str, methods: Iterable[str], told: float | None, file: Pa
 
 def _choose(name: str, swept: Swept | None) -> Choice:
     if swept is None or swept.best is None:
-        return Choice(LINEUP[name].middle, "the middle of its grid: not swept")
+        return Choice(ALL_METHODS[name].middle, "the middle of its grid: not swept")
     return Choice(swept.best, f"swept {swept.date}")

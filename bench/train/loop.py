@@ -1,6 +1,6 @@
-"""One run of a method, as every rank does it: steps, looked at from time to time.
+"""The training loop of every rank: steps, with records at intervals.
 
-All ranks decide alike, from numbers that all of them hold, so none is left waiting when a method diverges.
+All ranks decide from numbers that all of them hold, so none is left waiting when a method diverges.
 """
 
 import math
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from bench.train.methods import LINEUP
+from bench.train.methods import ALL_METHODS
 from bench.train.plan import EVALUATIONS, INTERVALS, Settings
 from bench.train.records import Ending, Evaluation, Interval, Record, Start
-from bench.train.training_run import Forecast, Trainee
+from bench.train.training_run import Forecast, TrainingRun
 from bench.world import describe_world, hold_same_bits
 from flexcomm import NonFiniteError, SyncError, Topology, World
 
@@ -27,7 +27,7 @@ class DivergedError(Exception):
 
 
 class Seen(NamedTuple):
-    """What one rank saw of some steps, or all ranks did."""
+    """Measurements of an interval of steps, of one rank or over all ranks."""
 
     loss: float
     train_s: float
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 @dataclass
 class Totals:
-    """What training took so far: steps, seconds of the slowest rank, bytes a node sent, a mean rank's computation."""
+    """Totals of training so far: steps, seconds of the slowest rank, bytes a node sent, a mean rank's computation."""
 
     step: int = 0
     train_s: float = 0.0
@@ -47,41 +47,43 @@ class Totals:
     compute_s: float = 0.0
 
 
-def train(trainee: Trainee, note: Callable[[Record], None]) -> None:
-    """Train to the last step, or until it diverges, and note everything: the same records on every rank."""
+def train(training: TrainingRun, note: Callable[[Record], None]) -> None:
+    """Train to the last step, or until it diverges; ``note`` gets the same records on every rank."""
     totals, diverged = Totals(), ""
-    note(_start(trainee))
+    note(_start(training))
     try:
-        _train_to_the_end(trainee, totals, note)
+        _train_to_the_end(training, totals, note)
     except DivergedError as error:
         diverged = str(error)
-    note(_ending(trainee, totals, diverged))
+    note(_ending(training, totals, diverged))
 
 
-def _train_to_the_end(trainee: Trainee, totals: Totals, note: Callable[[Record], None]) -> None:
-    note(_evaluate(trainee, totals))
-    stops = _stops_by_step(trainee.settings) if trainee.forecast is None else _stops_by_time(trainee, trainee.forecast)
+def _train_to_the_end(training: TrainingRun, totals: Totals, note: Callable[[Record], None]) -> None:
+    note(_evaluate(training, totals))
+    stops = (
+        _stops_by_step(training.settings) if training.forecast is None else _stops_by_time(training, training.forecast)
+    )
     for end, evaluates in stops:
-        begin, seen = totals.step, train_between(trainee, totals.step, end)
+        begin, seen = totals.step, train_between(training, totals.step, end)
         totals.step, totals.train_s = end, totals.train_s + seen.train_s
         totals.sent_nbytes += seen.sent_nbytes
         totals.compute_s += seen.compute_s
-        if trainee.forecast is not None:
-            trainee.forecast.update(end, totals.train_s)
+        if training.forecast is not None:
+            training.forecast.update(end, totals.train_s)
         if evaluates():
-            note(_evaluate(trainee, totals))
-        note(_interval(trainee, seen, begin, end))
+            note(_evaluate(training, totals))
+        note(_interval(training, seen, begin, end))
 
 
 def _stops_by_step(settings: Settings) -> Iterator[tuple[int, Callable[[], bool]]]:
-    """Yield the steps at which a run is looked at, each with whether it is evaluated there."""
+    """Yield the steps at which intervals end, each with a function that tells whether to evaluate there."""
     for end in settings.stops()[1:]:
         yield end, partial(settings.evaluates_at, end)
 
 
-def _stops_by_time(trainee: Trainee, forecast: Forecast) -> Iterator[tuple[int, Callable[[], bool]]]:
-    """Yield the same for a run that lasts some seconds, as the forecast that its caller updates tells."""
-    rounds = LINEUP[trainee.run.method].meets_every
+def _stops_by_time(training: TrainingRun, forecast: Forecast) -> Iterator[tuple[int, Callable[[], bool]]]:
+    """Yield the same for a run of fixed duration, from the forecast that the caller updates."""
+    rounds = ALL_METHODS[training.run.method].sync_every
     evaluated_s = 0.0
 
     def is_over() -> bool:
@@ -97,18 +99,18 @@ def _stops_by_time(trainee: Trainee, forecast: Forecast) -> Iterator[tuple[int, 
             evaluated_s = forecast.train_s
 
 
-def train_between(trainee: Trainee, begin: int, end: int) -> Seen:
-    """Take the steps from ``begin`` to ``end``, and return what all ranks saw of them."""
-    world = trainee.world
+def train_between(training: TrainingRun, begin: int, end: int) -> Seen:
+    """Take the steps from ``begin`` to ``end``, and return the measurements over all ranks."""
+    world = training.world
     world.control.barrier().wait()
-    before, compute_before_s, begin_s = world.stats(), trainee.compute_s, time.perf_counter()
+    before, compute_before_s, begin_s = world.stats(), training.compute_s, time.perf_counter()
     loss = torch.zeros((), device=world.device)
     try:
         for number in range(begin, end):
-            loss += trainee.step(number)
+            loss += training.step(number)
     except (NonFiniteError, SyncError) as error:
-        if trainee.is_decentralized:
-            # Only nodes that were to hear of it raise. The others wait for them, and the end of the job ends that.
+        if training.is_decentralized:
+            # Only the nodes that were to receive it raise. The others wait for them until the job ends.
             raise
         raise DivergedError(f"before step {end}: NaN, infinity or too large a number was to be sent") from error
     train_s, after = time.perf_counter() - begin_s, world.stats()
@@ -119,7 +121,7 @@ def train_between(trainee: Trainee, begin: int, end: int) -> Seen:
         waiting_s=took["waiting_s"],
         codec_s=took["encode_s"] + took["decode_s"],
         sent_nbytes=took["inter_sent_bytes"],
-        compute_s=trainee.compute_s - compute_before_s,
+        compute_s=training.compute_s - compute_before_s,
     )
     seen = over_all_ranks(own, world)
     if not math.isfinite(seen.loss):
@@ -135,38 +137,38 @@ def over_all_ranks(own: Seen, world: World) -> Seen:
     return slowest._replace(loss=mean.loss, sent_nbytes=sent_nbytes, compute_s=mean.compute_s)
 
 
-def tokens_per_step(trainee: Trainee) -> int:
-    return trainee.settings.windows * trainee.size.context * trainee.world.topology.size
+def tokens_per_step(training: TrainingRun) -> int:
+    return training.settings.windows * training.size.context * training.world.topology.size
 
 
-def allreduce_nbytes(numel: int, place: Topology) -> float:
-    """Return what a node must send to others for an all-reduce of so many numbers in fp32: a ring of nodes."""
-    return 2 * (place.nodes - 1) / place.nodes * numel * _FP32_NBYTES
+def allreduce_nbytes(numel: int, topology: Topology) -> float:
+    """Return the bytes a node sends in an all-reduce of ``numel`` fp32 numbers over a ring of nodes."""
+    return 2 * (topology.nodes - 1) / topology.nodes * numel * _FP32_NBYTES
 
 
-def _start(trainee: Trainee) -> Start:
-    run, world = trainee.run, trainee.world
+def _start(training: TrainingRun) -> Start:
+    run, world = training.run, training.world
     return Start(
         method=run.method,
         lr=run.lr,
         seed=run.seed,
-        parameters=trainee.parameter_count(),
-        parameters_per_rank=trainee.parameters_per_rank(),
-        allreduce_nbytes=allreduce_nbytes(trainee.parameter_count(), world.topology),
+        parameters=training.parameter_count(),
+        parameters_per_rank=training.parameters_per_rank(),
+        allreduce_nbytes=allreduce_nbytes(training.parameter_count(), world.topology),
         world=describe_world(world),
-        corpus=trainee.corpus.describe(),
+        corpus=training.corpus.describe(),
     )
 
 
-def _interval(trainee: Trainee, seen: Seen, begin: int, end: int) -> Interval:
+def _interval(training: TrainingRun, seen: Seen, begin: int, end: int) -> Interval:
     steps = end - begin
     sent = seen.sent_nbytes / steps
-    dense = allreduce_nbytes(trainee.parameter_count(), trainee.world.topology)
+    dense = allreduce_nbytes(training.parameter_count(), training.world.topology)
     return Interval(
         step=end,
         loss=seen.loss,
         step_s=seen.train_s / steps,
-        tokens_per_s=steps * tokens_per_step(trainee) / seen.train_s,
+        tokens_per_s=steps * tokens_per_step(training) / seen.train_s,
         waiting_s=seen.waiting_s / steps,
         codec_s=seen.codec_s / steps,
         sent_nbytes=sent,
@@ -175,25 +177,25 @@ def _interval(trainee: Trainee, seen: Seen, begin: int, end: int) -> Interval:
     )
 
 
-def _ending(trainee: Trainee, totals: Totals, diverged: str) -> Ending:
-    with trainee.averaged():
-        equal = hold_same_bits(trainee.whole_parameters(), trainee.world)
+def _ending(training: TrainingRun, totals: Totals, diverged: str) -> Ending:
+    with training.averaged():
+        equal = hold_same_bits(training.whole_parameters(), training.world)
     return Ending(
         steps=totals.step,
         train_s=totals.train_s,
-        tokens=totals.step * tokens_per_step(trainee),
+        tokens=totals.step * tokens_per_step(training),
         sent_nbytes=totals.sent_nbytes,
-        gradient_elements=trainee.gradient_elements,
+        gradient_elements=training.gradient_elements,
         replicas_equal=equal,
         diverged=diverged,
         compute_s=totals.compute_s,
-        # Of replicas that are no numbers any more, there is none.
-        consensus_distance=None if diverged else trainee.consensus_distance(),
+        # Replicas that hold NaN have none.
+        consensus_distance=None if diverged else training.consensus_distance(),
     )
 
 
-def _evaluate(trainee: Trainee, totals: Totals) -> Evaluation:
-    loss = trainee.evaluate()
+def _evaluate(training: TrainingRun, totals: Totals) -> Evaluation:
+    loss = training.evaluate()
     if not math.isfinite(loss):
         raise DivergedError(f"at step {totals.step}: the validation loss is {loss}")
     return Evaluation(totals.step, loss, totals.train_s, totals.sent_nbytes)

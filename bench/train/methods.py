@@ -1,6 +1,7 @@
-"""The contestants of ``bench train``: how each makes its optimizer, and the learning rates worth trying.
+"""Methods of the commands that train: their optimizers, and grids of learning rates.
 
-To add one: a builder and a line in ``METHODS``. Its learning rate comes from ``python -m bench train --sweep``.
+To add one: a builder and a line in the table of ``METHODS`` (``bench train``) or ``DECENTRALIZED_METHODS`` (``bench
+decentralized``). Its learning rate comes from ``--sweep`` of that command.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ BASELINE = "adamw"
 # torch types the values of its param_groups as Any.
 Groups: TypeAlias = list[dict[str, Any]]
 Builder: TypeAlias = Callable[[Groups, World, float, Settings], Optimizer]
-"""Takes parameter groups, the world, the highest learning rate, and what all runs have in common."""
+"""Takes parameter groups, the world, the highest learning rate, and the settings of all runs."""
 
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
@@ -38,11 +39,11 @@ _FEW_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train.
+    """A training method.
 
-    ``small_dense`` sends what is not a matrix (norms, biases) in full, in three bits. Nodes hold the same model after
-    every ``meets_every``-th step, unless their optimizer is decentralized. ``wrap`` puts the model into what averages
-    its gradients, if it is not the optimizer that does so.
+    ``small_dense`` sends parameters that are no matrices (norms, biases) in full, in three bits. Nodes hold the same
+    model after every ``sync_every``-th step, unless their optimizer is decentralized. ``wrap`` wraps the model in a
+    module that averages its gradients, if the optimizer does not.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Method:
     build: Builder
     grid: tuple[float, ...]
     small_dense: bool = False
-    meets_every: int = 1
+    sync_every: int = 1
     wrap: Callable[[nn.Module, World], nn.Module] | None = None
 
     @property
@@ -59,7 +60,7 @@ class Method:
         return self.grid[len(self.grid) // 2]
 
     def make(self, model: nn.Module, world: World, lr: float, settings: Settings) -> tuple[nn.Module, Optimizer]:
-        """Return what computes a loss, and the optimizer of its parameters. All ranks make them together."""
+        """Return the model, wrapped if need be, and its optimizer. All ranks call it together."""
         optimizer = self.build(group_parameters(model, small_dense=self.small_dense), world, lr, settings)
         return model if self.wrap is None else self.wrap(model, world), optimizer
 
@@ -82,7 +83,7 @@ def _flexdemo(compressor: Compressor, **settings: Any) -> Builder:
 
 
 def adamw(compressor: Compressor, **settings: Any) -> Builder:
-    """Return what builds AdamW on gradients, or steps, that nodes exchange by ``compressor``."""
+    """Return a builder of AdamW on gradients, or steps, that nodes exchange by ``compressor``."""
 
     def build(groups: Groups, world: World, lr: float, _settings: Settings) -> Optimizer:
         common = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "fused": True}
@@ -92,7 +93,7 @@ def adamw(compressor: Compressor, **settings: Any) -> Builder:
 
 
 def _muon(compressor: Compressor, **settings: Any) -> Builder:
-    """Muon on the matrices of blocks, AdamW on embeddings, norms and biases, at one learning rate."""
+    """Return a builder of Muon on the matrices of blocks, AdamW on all else, at one learning rate."""
 
     def build(groups: Groups, world: World, lr: float, _settings: Settings) -> Optimizer:
         named = [pair for group in groups for pair in group["params"]]
@@ -105,7 +106,7 @@ def _muon(compressor: Compressor, **settings: Any) -> Builder:
     return build
 
 
-# A node alone may meet NaN that others do not: to raise there would leave them without it. Losses tell of it anyway.
+# A node may have NaN that others do not: raising there would leave the others waiting. Losses show it anyway.
 _ALONE = {"sync_every": _LOCAL_STEPS, "nonfinite": "skip"}
 
 _TABLE = (
@@ -130,21 +131,21 @@ _TABLE = (
         f"FlexDeMoAdamW, {_LOCAL_STEPS} steps alone, then the mean in three bits",
         adamw(_THREE_BITS, **_ALONE),
         ADAMW_GRID,
-        meets_every=_LOCAL_STEPS,
+        sync_every=_LOCAL_STEPS,
     ),
     Method(
         "local-outer",
         f"the same, moved by OuterOptimizer() along the mean: DiLoCo with {_LOCAL_STEPS} steps",
         adamw(_THREE_BITS, outer=OuterOptimizer(), **_ALONE),
         ADAMW_GRID,
-        meets_every=_LOCAL_STEPS,
+        sync_every=_LOCAL_STEPS,
     ),
     Method(
         "local-muon",
         f"Muon, {_LOCAL_STEPS} steps alone, then the mean in three bits",
         _muon(_THREE_BITS, sync="steps", **_ALONE),
         _MUON_GRID,
-        meets_every=_LOCAL_STEPS,
+        sync_every=_LOCAL_STEPS,
     ),
     Method(
         "steps-muon",
@@ -154,7 +155,7 @@ _TABLE = (
     ),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _TABLE}
-"""What ``--methods`` takes."""
+"""Values of ``--methods`` of ``bench train``."""
 
 
 def parse_methods(text: str, methods: Mapping[str, Method] = METHODS) -> tuple[str, ...]:
@@ -170,14 +171,14 @@ def _words(text: str) -> list[str]:
 
 
 ALLREDUCE = "allreduce-adam"
-"""The baseline."""
+"""The baseline of ``bench decentralized``."""
 ALLREDUCE_DDP = "allreduce-ddp"
 
 _BUCKET_MB = 1
-"""Of DDP: with torch's 25 MB all of a small model would leave at the end of the backward pass."""
-_GRID = (2e-3, 4e-3, 6e-3, 8e-3, 1.2e-2)
+"""DDP's bucket size: with torch's 25 MB, all of a small model would be sent at the end of the backward pass."""
+_DECENTRALIZED_GRID = (2e-3, 4e-3, 6e-3, 8e-3, 1.2e-2)
 _WINDOW_BETA1 = 0.8
-"""Of methods whose moments advance once in a window, and lag behind; see docs/decentralized.md."""
+"""The beta of methods whose moments advance once in a window, and lag behind; see docs/decentralized.md."""
 _SHARE = 1 / 8
 _GAMMA = 0.8 * _SHARE
 
@@ -187,14 +188,14 @@ def _averaged_by_ddp(groups: Groups, _world: World, lr: float, _settings: Settin
 
 
 def _into_ddp(model: nn.Module, world: World) -> nn.Module:
-    """Return the model in torch's DDP; gradients take flexcomm's way, so that their bytes are counted."""
+    """Return the model in torch's DDP; gradients are sent by flexcomm, so that their bytes are counted."""
     wrapped = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MB)
     attach_to_ddp(wrapped, dense(torch.float32), world=world)
     return wrapped
 
 
 def _mixed(schedule: Callable[[int], Schedule], **options: Any) -> Builder:
-    """Return what builds decentralized Adam, whose nodes mix by ``schedule``; options are its own."""
+    """Return a builder of decentralized Adam, whose nodes mix by ``schedule``; options are its own."""
 
     def build(groups: Groups, world: World, lr: float, _settings: Settings) -> Optimizer:
         common = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "schedule": schedule(world.topology.nodes)}
@@ -204,7 +205,7 @@ def _mixed(schedule: Callable[[int], Schedule], **options: Any) -> Builder:
 
 
 def _accumulated(schedule: Callable[[int], Schedule]) -> Builder:
-    """Return the same, with moments that advance once in as many steps as settings say."""
+    """Return the same, with moments that advance once in ``settings.accumulate`` steps."""
 
     def build(groups: Groups, world: World, lr: float, settings: Settings) -> Optimizer:
         # The second moment looks back over as many steps as without a window.
@@ -217,56 +218,64 @@ def _accumulated(schedule: Callable[[int], Schedule]) -> Builder:
 _complete, _exponential, _aer = gossip.complete, gossip.base, gossip.alternating_exponential_ring
 
 _DECENTRALIZED_TABLE = (
-    Method(ALLREDUCE, "torch's AdamW on the mean gradient, sent as fp32", adamw(dense(torch.float32)), _GRID),
+    Method(
+        ALLREDUCE, "torch's AdamW on the mean gradient, sent as fp32", adamw(dense(torch.float32)), _DECENTRALIZED_GRID
+    ),
     Method(
         ALLREDUCE_DDP,
         "the same, hidden behind the backward pass by torch's DDP; the mean is clipped, not every rank's",
         _averaged_by_ddp,
-        _GRID,
+        _DECENTRALIZED_GRID,
         wrap=_into_ddp,
     ),
-    Method("complete", "DecentralizedAdam, all nodes average", _mixed(_complete), _GRID),
-    Method("ring", "DecentralizedAdam, one neighbour, then the other", _mixed(gossip.ring), _GRID),
-    Method("exponential", "DecentralizedAdam, one peer, at distances 1, 2, 4", _mixed(_exponential), _GRID),
-    Method("aer", "DecentralizedAdam, alternating exponential ring", _mixed(_aer), _GRID),
-    Method("static", "DecentralizedAdam, peers at all of 1, 2, 4", _mixed(gossip.static_exponential), _GRID),
+    Method("complete", "DecentralizedAdam, all nodes average", _mixed(_complete), _DECENTRALIZED_GRID),
+    Method("ring", "DecentralizedAdam, one neighbour, then the other", _mixed(gossip.ring), _DECENTRALIZED_GRID),
+    Method(
+        "exponential", "DecentralizedAdam, one peer, at distances 1, 2, 4", _mixed(_exponential), _DECENTRALIZED_GRID
+    ),
+    Method("aer", "DecentralizedAdam, alternating exponential ring", _mixed(_aer), _DECENTRALIZED_GRID),
+    Method(
+        "static", "DecentralizedAdam, peers at all of 1, 2, 4", _mixed(gossip.static_exponential), _DECENTRALIZED_GRID
+    ),
     Method(
         "directed",
         "DecentralizedAdam, sends to one node at 1, 2, 4, hears another",
         _mixed(gossip.directed_exponential),
-        _GRID,
+        _DECENTRALIZED_GRID,
     ),
-    Method("complete-accum", "complete, accumulated", _accumulated(_complete), _GRID),
-    Method("exponential-accum", "exponential, accumulated", _accumulated(_exponential), _GRID),
-    Method("aer-accum", "alternating exponential ring, accumulated", _accumulated(_aer), _GRID),
+    Method("complete-accum", "complete, accumulated", _accumulated(_complete), _DECENTRALIZED_GRID),
+    Method("exponential-accum", "exponential, accumulated", _accumulated(_exponential), _DECENTRALIZED_GRID),
+    Method("aer-accum", "alternating exponential ring, accumulated", _accumulated(_aer), _DECENTRALIZED_GRID),
     Method(
         "choco",
         f"DecentralizedAdam, ring, changes sent by top_k(1/8), gamma={_GAMMA:g}",
         _mixed(gossip.fixed_ring, compressor=top_k(_SHARE), gamma=_GAMMA),
-        _GRID,
+        _DECENTRALIZED_GRID,
     ),
     Method(
         "choco-int8",
         "DecentralizedAdam, ring, changes sent as int8, gamma=1",
         _mixed(gossip.fixed_ring, compressor=dense(values="int8"), gamma=1.0),
-        _GRID,
+        _DECENTRALIZED_GRID,
     ),
 )
 DECENTRALIZED_METHODS: Mapping[str, Method] = {method.name: method for method in _DECENTRALIZED_TABLE}
-"""What ``--methods`` takes."""
-
-
-LINEUP: Mapping[str, Method] = {**METHODS, **DECENTRALIZED_METHODS}
+"""Values of ``--methods`` of ``bench decentralized``."""
+ALL_METHODS: Mapping[str, Method] = {**METHODS, **DECENTRALIZED_METHODS}
+"""The table in which ranks, watchers and learning rates look up a method."""
 
 
 _SLOPES = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _RMS = 0.2
-"""What a step's elements come to, as AdamW's do: one learning rate serves both (arXiv 2502.16982)."""
+"""Root mean square of a step's elements, as that of AdamW: one learning rate serves both (arXiv 2502.16982)."""
 
 
 class Muon(Optimizer):
-    """Momentum, made orthogonal (Jordan et al., 2024), on matrices."""
+    """Orthogonalised momentum on matrices (Jordan et al., 2024), in float32.
+
+    torch's own Muon computes in bfloat16, which takes 14 times as long on processors that lack it.
+    """
 
     def __init__(
         self, params: Iterable[Any], lr: float, weight_decay: float = 0.0, momentum: float = 0.95

@@ -19,7 +19,7 @@ _INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class Size:
-    """What a named model has; ``windows`` is how many windows of ``context`` bytes a rank takes for a step."""
+    """Dimensions of a named model; ``windows`` is how many windows of ``context`` bytes a rank takes for a step."""
 
     width: int
     heads: int
@@ -47,7 +47,7 @@ def find_size(name: str) -> Size:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside a path that leaves its input alone."""
+    """Attention and a perceptron, each after a norm and beside a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -100,21 +100,20 @@ def _initialise_(param: Tensor, name: str, layers: int, draw: torch.Generator) -
     if param.dim() == 1:
         param.fill_(float("norm" in name and name.endswith("weight")))
         return
-    # What joins the path around a layer is smaller, so that the sum over layers is not larger at the end.
+    # Outputs that are added to the residual are smaller, so that the sum over layers does not grow.
     joins = name.endswith(("attended.weight", "narrow.weight"))
     param.normal_(std=_INIT_STD / math.sqrt(2 * layers) if joins else _INIT_STD, generator=draw)
 
 
 def shard_inside_node_(model: ByteGpt, world: World) -> None:
     """Leave every rank of a node with its share of each parameter, by FSDP2."""
-    kind = world.device.type
-    nodes = DeviceMesh(kind, torch.tensor(world.topology.members), mesh_dim_names=("replicate", "shard"))
+    nodes = DeviceMesh(world.device.type, torch.tensor(world.topology.members), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
         fully_shard(block, mesh=nodes["shard"])
     fully_shard(model, mesh=nodes["shard"])
 
 
 def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
-    """Return the mean of what the model is surprised by the bytes that follow, in nats for each."""
+    """Return the mean cross entropy of the bytes that follow, in nats per byte."""
     logits: Tensor = model(windows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""What a command that trains is asked to do, as values that travel to the ranks in a file."""
+"""Settings and runs of a command that trains, passed to the ranks in a file."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,14 +8,14 @@ from typing import Literal
 _FILE = "plan.json"
 INTERVALS = 48
 EVALUATIONS = 16
-"""How often a run that lasts some seconds is looked at."""
+"""Records and evaluations of a run of fixed duration."""
 
 Links = Literal["namespaces", "paced"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs have in common. Every rank takes ``windows`` windows for a step.
+    """Settings of all runs. Every rank takes ``windows`` windows for a step.
 
     With ``rate``, links between nodes have that rate: that of the ``namespaces`` of an emulated cluster, or of ranks on
     this host whose transports are ``paced``. With ``seconds``, a run takes as many steps as fit into so much training;
@@ -47,9 +47,9 @@ class Settings:
         return self.nodes * self.ranks_per_node
 
     def stops(self) -> list[int]:
-        """Return the steps at which a run is looked at, from 0 to the last."""
-        looked_at = {0, self.steps, *range(0, self.steps, self.log_every), *range(0, self.steps, self.eval_every)}
-        return sorted(looked_at)
+        """Return the steps at which intervals end, from 0 to the last."""
+        stops = {0, self.steps, *range(0, self.steps, self.log_every), *range(0, self.steps, self.eval_every)}
+        return sorted(stops)
 
     def evaluates_at(self, step: int) -> bool:
         return step % self.eval_every == 0 or step == self.steps
@@ -81,6 +81,6 @@ def save_plan(plan: Plan, folder: Path) -> None:
 
 
 def load_plan(folder: Path) -> Plan:
-    """Return what :func:`save_plan` was given."""
+    """Return the plan that :func:`save_plan` wrote."""
     said = json.loads((folder / _FILE).read_text())
     return Plan(Settings(**said["settings"]), tuple(Run(**run) for run in said["runs"]))

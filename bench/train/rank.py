@@ -1,6 +1,6 @@
-"""What every rank of a command that trains does: all runs of a plan, one after the other, in the same processes.
+"""Ranks of the commands that train: all runs of a plan, one after the other, in the same processes.
 
-``python -m bench.train.rank FOLDER``, under a launcher; the plan lies in the folder, and rank 0 writes records there.
+``python -m bench.train.rank FOLDER``, under a launcher; the plan is in the folder, and rank 0 writes records there.
 """
 
 import sys
@@ -17,36 +17,36 @@ from bench.train.corpus import Corpus, load_corpus
 from bench.train.loop import train
 from bench.train.plan import Plan, Run, Settings, load_plan
 from bench.train.records import Record, file_of, write_record
-from bench.train.training_run import make_trainee
+from bench.train.training_run import make_training_run
 from flexcomm import World
 from flexcomm.testing import pace
 
 
 def run_plan(plan: Plan, folder: Path, world: World) -> None:
-    """Train everything that is planned; rank 0 leaves a file of records for each run in ``folder``."""
+    """Train all runs of the plan; rank 0 writes a file of records for each run to ``folder``."""
     corpus = load_corpus()
     world.agree({"the corpus, of Python's standard library": corpus.digest})
     warm_up(plan, corpus, world)
     for run in plan.runs:
         with notes_of(run, folder, world) as note:
-            train(make_trainee(run, plan.settings, corpus, world), note)
+            train(make_training_run(run, plan.settings, corpus, world), note)
 
 
 def warm_up(plan: Plan, corpus: Corpus, world: World) -> None:
-    """Take a step with every method, so that no run's seconds hold what only the first one needs.
+    """Take a step with every method, so that no run's seconds include work that only the first one does.
 
-    What the step left under way between nodes arrives before the first run begins.
+    Messages of the step that are still in flight arrive before the first run begins.
     """
     for method in dict.fromkeys(run.method for run in plan.runs):
         # Of a learning rate at which nothing can diverge.
         run = replace(plan.runs[0], method=method, lr=1e-6)
-        trainee = make_trainee(run, plan.settings, corpus, world)
-        trainee.step(0)
-        trainee.evaluate()
+        training = make_training_run(run, plan.settings, corpus, world)
+        training.step(0)
+        training.evaluate()
 
 
 def over_links(settings: Settings, world: World) -> World:
-    """Return ``world``, paced if that is how its links get their rate."""
+    """Return ``world``, or a paced one if the settings ask for paced links."""
     if settings.rate is None or settings.links != "paced":
         return world
     return pace(world, rate_bits_per_s=parse_rate(settings.rate))
@@ -54,7 +54,7 @@ def over_links(settings: Settings, world: World) -> World:
 
 @contextmanager
 def notes_of(run: Run, folder: Path, world: World) -> Iterator[Callable[[Record], None]]:
-    """Hold what takes a run's records: on rank 0 a file, elsewhere nothing."""
+    """Yield a function that writes a run's records to a file on rank 0, and does nothing elsewhere."""
     if world.topology.rank != 0:
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""What is known of a run while it goes on and afterwards: one JSON object a line, one file a run."""
+"""Records of a run, during it and afterwards: one JSON object a line, one file a run."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from bench.train.plan import Run
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins with."""
+    """The first record: method, model, world and data of a run."""
 
     method: str
     lr: float
@@ -27,9 +27,9 @@ class Start:
 class Interval:
     """Training since the last line: means over its steps, seconds of the slowest rank.
 
-    ``waiting_s`` is how long the optimizer was blocked by cables, ``codec_s`` how long it encoded and decoded;
+    ``waiting_s`` is how long the optimizer was blocked by communication, ``codec_s`` how long it encoded and decoded;
     ``sent_nbytes`` is what a node sent to others. ``fewer`` is how many times less than an fp32 all-reduce that is.
-    ``compute_s`` is what forward and backward passes took on a mean rank, without waiting for cables.
+    ``compute_s`` is what forward and backward passes took on a mean rank, without waiting for messages.
     """
 
     step: int
@@ -55,10 +55,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Ending:
-    """What a run came to. ``diverged`` says why it ended early; empty, if it did not.
+    """The last record: totals of a run. ``diverged`` says why it ended early; empty, if it did not.
 
-    Replicas that may differ are compared by their mean, as every rank finds it; ``consensus_distance`` is how far they
-    are from it, None if they do not differ. ``compute_s`` is that of all steps, on a mean rank.
+    Replicas that may differ are compared by their mean, as computed on every rank; ``consensus_distance`` is their
+    distance from it, None if they do not differ. ``compute_s`` is that of all steps, on a mean rank.
     """
 
     steps: int
@@ -73,18 +73,18 @@ class Ending:
 
 
 Record: TypeAlias = Start | Interval | Evaluation | Ending
-_KINDS: Mapping[str, type[Start | Interval | Evaluation | Ending]] = {
+_RECORD_TYPES: Mapping[str, type[Start | Interval | Evaluation | Ending]] = {
     "start": Start,
     "interval": Interval,
     "evaluation": Evaluation,
     "ending": Ending,
 }
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_NAMES = {record_type: name for name, record_type in _RECORD_TYPES.items()}
 
 
 @dataclass
 class History:
-    """All records of a run so far, by kind."""
+    """All records of a run so far, by type."""
 
     start: Start | None = None
     intervals: list[Interval] = field(default_factory=list)
@@ -108,14 +108,14 @@ def file_of(run: Run, folder: Path) -> Path:
 
 
 def write_record(record: Record, file: TextIO) -> None:
-    """Write a line that a reader sees at once."""
+    """Write a record as a line, and flush it."""
     print(json.dumps({"kind": _NAMES[type(record)], **asdict(record)}), file=file, flush=True)
 
 
 def parse_record(line: str) -> Record:
-    """Return what :func:`write_record` was given."""
+    """Return the record that :func:`write_record` wrote."""
     said = json.loads(line)
-    return _KINDS[said.pop("kind")](**said)
+    return _RECORD_TYPES[said.pop("kind")](**said)
 
 
 def read_records(file: Path, after: int = 0) -> Iterator[Record]:
@@ -126,7 +126,7 @@ def read_records(file: Path, after: int = 0) -> Iterator[Record]:
 
 
 def read_history(run: Run, folder: Path) -> History:
-    """Return what is known of a run."""
+    """Return all records of a run."""
     history = History()
     for record in read_records(file_of(run, folder)):
         history.add(record)

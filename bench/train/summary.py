@@ -1,4 +1,4 @@
-"""What runs came to, by method: over seeds, beside the baseline, and how soon."""
+"""Summaries of runs, by method: means over seeds, table rows, and the plot."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ COLUMNS = ("method", "lr", "val loss", "spread", "/ adamw", "MB/step", "fewer by
 
 
 class Point(NamedTuple):
-    """A validation loss, and what it took: means over seeds."""
+    """A validation loss, and the steps, seconds and bytes to reach it: means over seeds."""
 
     step: float
     loss: float
@@ -115,7 +115,7 @@ def find_baseline(summaries: Iterable[Summary], name: str = BASELINE) -> Summary
 
 
 def columns_for(common: float | None) -> tuple[str, ...]:
-    """Return what stands above the table's cells."""
+    """Return the column headings."""
     return (*COLUMNS, "s to a loss" if common is None else f"s to {common:.3f}")
 
 
@@ -165,7 +165,7 @@ _BYTES_PANEL = 1
 
 
 def can_draw() -> bool:
-    """Return whether matplotlib is there: the extra ``report``."""
+    """Return whether matplotlib, the extra ``report``, is installed."""
     try:
         import matplotlib  # noqa: F401  (only whether it can be had)
     except ModuleNotFoundError:
@@ -174,7 +174,7 @@ def can_draw() -> bool:
 
 
 def draw_plot(summaries: Sequence[Summary], title: str, file: Path, baseline: str = BASELINE) -> None:
-    """Draw the mean over seeds of every method that did not diverge; methods keep their colours in all panels."""
+    """Draw loss over steps, bytes and seconds: means over seeds of every method that did not diverge."""
     # Not pyplot: that looks for a display, and keeps every figure it made.
     from matplotlib.figure import Figure
 
@@ -182,7 +182,7 @@ def draw_plot(summaries: Sequence[Summary], title: str, file: Path, baseline: st
     panels = figure.subplots(1, len(_PANELS), sharey=True)
     for axes, (label, of) in zip(panels, _PANELS, strict=True):
         for number, one in enumerate(summary for summary in summaries if summary.curve):
-            # Where nothing was sent yet, there is no place on a logarithmic axis.
+            # A logarithmic axis has no zero, where nothing was sent yet.
             points = [point for point in one.curve if of(point) > 0 or axes is not panels[_BYTES_PANEL]]
             style = _style(number, one.method, is_baseline=one.method == baseline)
             axes.plot([of(point) for point in points], [point.loss for point in points], **style)

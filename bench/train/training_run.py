@@ -1,4 +1,4 @@
-"""A model in training with what trains it: how it takes a step, and what it has learnt."""
+"""One run of one method on one rank: model, optimizer, learning-rate schedule and pace; its steps and validations."""
 
 import hashlib
 import math
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from bench.train.corpus import Corpus, draw_batch, spread_windows
-from bench.train.methods import LINEUP
+from bench.train.methods import ALL_METHODS
 from bench.train.model import ByteGpt, Size, build_model, find_size, loss_of, shard_inside_node_
 from bench.train.plan import INTERVALS, Run, Settings
 from flexcomm import World
@@ -24,16 +24,21 @@ from flexdemo import DecentralizedOptimizer
 from flexdemo.parameters import local
 
 _EVAL_WINDOWS_AT_ONCE = 16
+_WARM_UP = 0.2
+_LAST = 0.1
+_FINE = 10_000
+_FORWARD = 1 / 3
+"""The share of a step that the forward pass takes: a backward pass computes about twice as much."""
 _MOST_NORM = 1.0
-"""Of this rank's gradient, or of its node's where that is sharded."""
+"""Largest norm of this rank's gradient, or of its node's where that is sharded."""
 
 
 @dataclass(eq=False)
-class Trainee:
-    """One rank's part of a model in training.
+class TrainingRun:
+    """The state of a run on one rank.
 
-    ``forecast`` is there where a run lasts some seconds; ``gradient_elements`` is what it holds of gradients before a
-    step, ``compute_s`` what its passes took so far.
+    ``forecast`` is set for runs of fixed duration; ``gradient_elements`` is the number of gradient elements held before
+    a step, ``compute_s`` the seconds of all forward and backward passes so far.
     """
 
     run: Run
@@ -54,13 +59,13 @@ class Trainee:
 
     @property
     def is_decentralized(self) -> bool:
-        """Whether replicas differ, because nodes mix them with few others at a time."""
+        """True if replicas differ, because nodes mix them with few others at a time."""
         return isinstance(self.optimizer, DecentralizedOptimizer)
 
     def step(self, number: int) -> Tensor:
         """Take one step, and return this rank's loss before it."""
-        place = {"seed": self.run.seed, "step": number, "rank": self.world.topology.rank}
-        batch = draw_batch(self.corpus.training, self.settings.windows, self.size.context, **place)
+        key = {"seed": self.run.seed, "step": number, "rank": self.world.topology.rank}
+        batch = draw_batch(self.corpus.training, self.settings.windows, self.size.context, **key)
         self.pace.begin(number)
         loss = loss_of(self.model, batch.to(self.world.device))
         torch.autograd.backward(loss)
@@ -71,7 +76,7 @@ class Trainee:
         norm = clip_grad_norm_(self.model.parameters(), _MOST_NORM)
         diverged = self.is_decentralized and not norm.isfinite()
         if diverged:
-            # Peers would mix NaN in, or, where that is refused, raise: some nodes, while others wait for them.
+            # Peers would mix NaN in or, where that is refused, raise on some nodes while others wait for them.
             self.optimizer.zero_grad()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -92,17 +97,17 @@ class Trainee:
     def evaluate(self) -> float:
         """Return the mean loss on validation bytes, the same on all ranks, of which each reads its share.
 
-        Replicas that differ are averaged for it. Nodes that stepped alone since they last met hold different models,
-        too: then it is the mean of theirs.
+        Replicas that differ are averaged for it. Between synchronisations of local steps, nodes hold different models,
+        too: then it is the mean of their losses.
         """
         with self.averaged():
             return self._evaluate()
 
     def _evaluate(self) -> float:
-        place = self.world.topology
-        share = -(-self.settings.eval_windows // place.size)
-        windows = spread_windows(self.corpus.validation, share * place.size, self.size.context)[
-            place.rank :: place.size
+        topology = self.world.topology
+        share = -(-self.settings.eval_windows // topology.size)
+        windows = spread_windows(self.corpus.validation, share * topology.size, self.size.context)[
+            topology.rank :: topology.size
         ]
         parts = torch.split(windows.to(self.world.device), _EVAL_WINDOWS_AT_ONCE)
         losses = [loss_of(self.model, part) * len(part) for part in parts]
@@ -121,24 +126,20 @@ class Trainee:
         return sum(local(param).numel() for param in self.model.parameters())
 
 
-def make_trainee(run: Run, settings: Settings, corpus: Corpus, world: World) -> Trainee:
+def make_training_run(run: Run, settings: Settings, corpus: Corpus, world: World) -> TrainingRun:
     """Return a fresh model and its optimizer, functions of the run's seed. All ranks call it together."""
     model = build_model(find_size(settings.size), run.seed, world.device)
     if settings.shard:
         shard_inside_node_(model, world)
     pace = Pace(settings, run.seed, world)
     pace.attach(model)
-    trained, optimizer = LINEUP[run.method].make(model, world, run.lr, settings)
+    trained, optimizer = ALL_METHODS[run.method].make(model, world, run.lr, settings)
     forecast = None
     factor = warm_up_then_cosine(settings.steps)
     if settings.seconds is not None:
         forecast = Forecast(settings.seconds, step_s=settings.seconds / INTERVALS)
         factor = forecast.warm_up_then_cosine
-    return Trainee(run, settings, corpus, world, trained, optimizer, LambdaLR(optimizer, factor), pace, forecast)
-
-
-_WARM_UP = 0.2
-_LAST = 0.1
+    return TrainingRun(run, settings, corpus, world, trained, optimizer, LambdaLR(optimizer, factor), pace, forecast)
 
 
 def warm_up_then_cosine(steps: int) -> Callable[[int], float]:
@@ -156,9 +157,9 @@ def warm_up_then_cosine(steps: int) -> Callable[[int], float]:
 
 @dataclass
 class Forecast:
-    """When the steps of a run that lasts ``seconds`` end, reckoned alike on all ranks from what they agreed on.
+    """Forecast of the steps in a run that lasts ``seconds``, the same on all ranks, from numbers they agreed on.
 
-    After ``step`` steps, ``train_s`` had passed, of which the last ones took ``step_s`` each.
+    After ``step`` steps, ``train_s`` had passed; the last steps took ``step_s`` each.
     """
 
     seconds: float
@@ -167,7 +168,7 @@ class Forecast:
     train_s: float = 0.0
 
     def update(self, step: int, train_s: float) -> None:
-        """Take note that ``step`` steps took ``train_s``."""
+        """Record that ``step`` steps took ``train_s``."""
         self.step_s = (train_s - self.train_s) / (step - self.step)
         self.step, self.train_s = step, train_s
 
@@ -181,12 +182,7 @@ class Forecast:
         return _BY_SHARE(max(0, math.ceil(_FINE * done) - 1))
 
 
-_FINE = 10_000
 _BY_SHARE = warm_up_then_cosine(_FINE)
-
-
-_FORWARD = 1 / 3
-"""The share of a step that the forward pass takes: a backward pass computes about twice as much."""
 
 
 def straggler_of(seed: int, step: int, nodes: int) -> int:
@@ -196,9 +192,11 @@ def straggler_of(seed: int, step: int, nodes: int) -> int:
 
 
 class Pace:
-    """Keeps the forward and backward passes of a rank's model to ``compute_ms``, block by block, if they are faster.
+    """Makes the forward and backward passes of a model last ``compute_ms``, by sleeping after each block.
 
-    Where this node is the straggler, they take ``straggler_percent`` longer.
+    All nodes of an emulated cluster share the cores of one machine, where real computation would measure how they slow
+    each other down. Passes that mostly sleep are those of an accelerator, which leaves the host's cores idle. On the
+    node that is the straggler of a step, they take ``straggler_percent`` longer.
     """
 
     def __init__(self, settings: Settings, seed: int, world: World) -> None:
@@ -207,7 +205,7 @@ class Pace:
         self._wanted_s, self._begin_s, self._waited_before_s = 0.0, 0.0, 0.0
 
     def attach(self, model: ByteGpt) -> None:
-        """Let the model's blocks take their time, whenever a step has begun."""
+        """Register hooks that pace the model's blocks during a step."""
         parts = len(model.blocks) + 1
         for number, block in enumerate(model.blocks, start=1):
             if self._usual_s:
@@ -215,20 +213,20 @@ class Pace:
                 block.register_full_backward_hook(partial(self._reach, 1 - (1 - _FORWARD) * number / parts))
 
     def begin(self, step: int) -> None:
-        """Begin the passes of a step."""
-        place = self._world.topology
-        is_slow = straggler_of(self._seed, step, place.nodes) == place.node
+        """Start the clock of a step's passes."""
+        topology = self._world.topology
+        is_slow = straggler_of(self._seed, step, topology.nodes) == topology.node
         self._wanted_s = self._usual_s * (1 + self._slower if is_slow else 1)
         self._waited_before_s, self._begin_s = self._waited_s(), time.perf_counter()
 
     def end(self) -> float:
-        """Let the passes last as long as they shall, and return how long they took, without waiting for cables."""
+        """Sleep for the rest of the passes, and return their seconds without those of waiting for messages."""
         self._reach(1.0)
         self._wanted_s = 0.0
         return time.perf_counter() - self._begin_s - (self._waited_s() - self._waited_before_s)
 
     def _reach(self, share: float, *_: object) -> None:
-        """Sleep until the share of a step's time has passed; between steps, as in validations, there is none."""
+        """Sleep until ``share`` of a step's time has passed; return at once between steps, as in validations."""
         left_s = self._begin_s + share * self._wanted_s - time.perf_counter()
         if left_s > 0:
             time.sleep(left_s)

@@ -1,4 +1,4 @@
-"""What a person sees of runs that go on: a line for every record that rank 0 writes, and a bar on a terminal.
+"""Progress of runs on the terminal: a line for every record that rank 0 writes, and a bar.
 
 The process that started the ranks prints, not rank 0: launchers hide the terminal from their ranks.
 """
@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import Protocol
 
 from bench.tables import is_terminal
-from bench.train.methods import LINEUP
+from bench.train.methods import ALL_METHODS
 from bench.train.plan import Plan, Run
 from bench.train.records import Ending, Evaluation, Interval, Record, Start, file_of, read_records
 
@@ -31,14 +31,14 @@ _HEADER = " ".join(f"{name:>{width}}" for name, width in _WIDTHS.items())
 
 
 class Display(Protocol):
-    """Where lines and progress go."""
+    """Receives lines and progress."""
 
     def show(self, line: str) -> None:
-        """Show a line, for good."""
+        """Show a line."""
         ...
 
     def advance(self, steps: int, run: Run) -> None:
-        """Take note that so many steps of all are done, the last ones of ``run``."""
+        """Show that ``steps`` of all steps are done, the last ones of ``run``."""
         ...
 
 
@@ -47,12 +47,12 @@ class _Plain:
         print(line, flush=True)
 
     def advance(self, steps: int, run: Run) -> None:
-        """Show nothing: lines say it."""
+        """Show nothing: the lines have the step."""
 
 
 @contextmanager
 def watching(plan: Plan, folder: Path) -> Iterator[None]:
-    """Show what the ranks note in ``folder`` until the block ends, and then the rest of it."""
+    """Show the records of ``folder`` as they are written until the block ends, and then the rest."""
     lines = Lines()
 
     def show(run: Run, steps: int, record: Record) -> None:
@@ -78,7 +78,7 @@ def following(plan: Plan, folder: Path, take: Callable[[Run, int, Record], None]
 
 
 class Reader:
-    """Takes each record of each run once, in order."""
+    """Reads each record of each run once, in order."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
@@ -106,7 +106,7 @@ def _follow(reader: "Reader", take: Callable[[Run, int, Record], None], done: Ev
 
 
 class Lines:
-    """Turns records into lines; a validation loss stands in the line of the interval that ends there."""
+    """Formats records as lines; a validation loss is in the line of the interval that ends there."""
 
     def __init__(self) -> None:
         self._validated = Evaluation(0, 0.0, 0.0, 0.0)
@@ -127,7 +127,7 @@ class Lines:
 
 
 def _format_start(start: Start) -> list[str]:
-    summary = LINEUP[start.method].summary if start.method in LINEUP else ""
+    summary = ALL_METHODS[start.method].summary if start.method in ALL_METHODS else ""
     held = f"{start.parameters:,} parameters, {start.parameters_per_rank:,} on a rank"
     return ["", f"{start.method}, lr {start.lr:g}, seed {start.seed}: {summary}; {held}", _HEADER]
 

@@ -5,7 +5,7 @@
     def test_something(cluster: Cluster) -> None:
         finished = cluster.run([sys.executable, "-c", PROGRAM], launcher="openmpi", timeout_s=60)
         assert finished.exit_code == 0, finished.stderr
-        finished.stdout, finished.traffic[0].sent_nbytes        # what ranks printed; what crossed node 0's cable
+        finished.stdout, finished.traffic[0].sent_nbytes        # what ranks printed; what crossed node 0's link
 
 Ranks keep the test's environment and working folder, so ``import flexcomm`` works in them. ``finished.traffic`` holds
 the bytes of this command alone.

@@ -59,7 +59,7 @@ def launcher(request: pytest.FixtureRequest) -> Launcher:
     return name
 
 
-def test_ranks_are_placed_node_by_node_and_their_bytes_cross_the_cable(cluster: Cluster, launcher: Launcher) -> None:
+def test_ranks_are_placed_node_by_node_and_their_bytes_cross_the_link(cluster: Cluster, launcher: Launcher) -> None:
     finished = cluster.run([sys.executable, "-c", PROGRAMS[launcher]], launcher=launcher, timeout_s=60)
     assert finished.exit_code == 0, finished.stderr
     first, second = (node.name for node in cluster.nodes)

@@ -85,7 +85,7 @@ def test_a_finished_run_shows_bytes_and_leaves_nothing(tmp_path: Path) -> None:
         code, out, err = tool.finish()
         assert (code, len(out.splitlines())) == (0, 2), err
         assert "targets kept: rate_error" in err
-        assert "bytes on the cables" in err
+        assert "bytes on the links" in err
         assert (tool.living(), tool.folders()) == ([], [])
     document = json.loads(report.read_text())
     assert document["figures"]["rate_error"] <= 0.1
@@ -139,7 +139,7 @@ def test_sweep_removes_what_a_killed_cluster_left_and_only_that(tmp_path: Path) 
         with _running(tmp_path, "--sweep") as sweeper:
             code, out, _ = sweeper.finish()
         assert code == 0
-        assert "1 dead clusters removed" in out
+        assert "1 stale clusters removed" in out
         assert alive.folders() == [kept]
         assert "sleep" in alive.living()
 
@@ -178,7 +178,7 @@ sys.exit(cli.main(["cluster", "--", "true"]))
     assert "--loopback" in done.stderr
 
 
-@pytest.mark.parametrize(("tool", "message"), [("unshare", "namespaces were refused"), ("tc", "refused a cable")])
+@pytest.mark.parametrize(("tool", "message"), [("unshare", "namespaces were refused"), ("tc", "refused a link")])
 def test_a_kernel_that_refuses_is_quoted_and_leaves_nothing(tmp_path: Path, tool: str, message: str) -> None:
     program = tmp_path / tool
     program.write_text("#!/bin/sh\necho Operation not permitted >&2\nexit 1\n")

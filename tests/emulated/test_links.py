@@ -48,9 +48,9 @@ def _send(cluster: Cluster, nbytes: int, messages: int, idle_s: float) -> tuple[
     return durations_s, finished.traffic[0].sent_nbytes
 
 
-def test_every_cable_carries_its_rate_both_ways(cluster: Cluster) -> None:
+def test_every_link_carries_its_rate_both_ways(cluster: Cluster) -> None:
     promised = cluster.spec.rate_bits_per_s
-    carried = [rate for cable in cluster.rates for rate in (cable.sent_bits_per_s, cable.received_bits_per_s)]
+    carried = [rate for link in cluster.rates for rate in (link.sent_bits_per_s, link.received_bits_per_s)]
     assert len(carried) == 4
     assert all(0.9 * promised <= rate <= 1.1 * promised for rate in carried)
 
@@ -71,16 +71,16 @@ def test_counters_of_a_silent_command_stay_near_zero(cluster: Cluster) -> None:
     assert all(t.sent_nbytes < 2_000 and t.received_nbytes < 2_000 for t in finished.traffic)
 
 
-def test_a_cable_that_breaks_its_promise_is_refused(cluster: Cluster) -> None:
+def test_a_link_that_breaks_its_promise_is_refused(cluster: Cluster) -> None:
     rates = links.measure_rates(cluster.space, cluster.spec.rate_bits_per_s, duration_s=0.05, patience_s=0)
     with pytest.raises(RateNotKeptError, match=r"promised 200mbit.*node0.*sends .*mbit and receives .*mbit"):
         links.check_rates(rates, 200_000_000)
 
 
 @pytest.mark.usefixtures("emulation")
-def test_a_cluster_whose_cables_are_slower_than_promised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    lay = links.connect
-    monkeypatch.setattr(links, "connect", lambda space, rate_bits_per_s: lay(space, rate_bits_per_s // 2))
+def test_a_cluster_whose_links_are_slower_than_promised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = links.connect
+    monkeypatch.setattr(links, "connect", lambda space, rate_bits_per_s: connect(space, rate_bits_per_s // 2))
     with (
         pytest.raises(RateNotKeptError),
         open_cluster(ClusterSpec(nodes=2, rate="100mbit", probe_s=0.05, patience_s=0)),

@@ -39,7 +39,7 @@ def test_loopback_says_what_it_did_not_measure_instead_of_passing_it(tmp_path: P
     report = tmp_path / "report.json"
     done = _run("--nodes", "1", "--check", "--json", str(report), "--", "true")
     assert done.returncode == 0, done.stderr
-    assert "not measured: rate_error: --loopback makes no cables" in done.stderr
+    assert "not measured: rate_error: --loopback makes no links" in done.stderr
     assert "targets kept: none" in done.stderr
     assert json.loads(report.read_text())["figures"] == {}
 

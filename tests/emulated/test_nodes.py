@@ -47,9 +47,9 @@ def test_commands_start_in_the_callers_folder(cluster: Cluster) -> None:
     assert _on_both(cluster, "import os; print(os.getcwd())") == [str(Path.cwd())] * 2
 
 
-def test_a_node_reaches_nothing_beyond_its_cable(cluster: Cluster) -> None:
+def test_a_node_reaches_nothing_beyond_its_link(cluster: Cluster) -> None:
     interfaces = _on_both(cluster, "import socket; print(sorted(name for _, name in socket.if_nameindex()))")
-    assert interfaces == ["['cable0', 'lo']"] * 2
+    assert interfaces == ["['link0', 'lo']"] * 2
 
 
 def test_what_a_command_leaves_running_ends_with_it(cluster: Cluster) -> None:

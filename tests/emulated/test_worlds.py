@@ -1,4 +1,4 @@
-"""``flexcomm.connect()`` on nodes that are really apart finds them, and bytes cross the cable only when they must."""
+"""``flexcomm.connect()`` on nodes that are really apart finds them, and bytes cross the link only when they must."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def places(finished: Finished) -> list[str]:
     return sorted(re.findall(r"rank \d of 4: .*", finished.stdout))
 
 
-def test_every_launcher_finds_the_nodes_by_itself_and_only_the_inter_cable_is_used_between_them(
+def test_every_launcher_finds_the_nodes_by_itself_and_only_the_inter_link_is_used_between_them(
     cluster: Cluster, launcher: Launcher
 ) -> None:
     finished = cluster.run([sys.executable, "-c", PROGRAM], launcher=launcher, timeout_s=90)

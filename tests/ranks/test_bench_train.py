@@ -25,7 +25,7 @@ from bench.train.model import build_model, find_size, loss_of
 from bench.train.plan import Plan, Run, Settings, save_plan
 from bench.train.rank import main
 from bench.train.records import History, Record, read_history
-from bench.train.training_run import make_trainee, warm_up_then_cosine
+from bench.train.training_run import make_training_run, warm_up_then_cosine
 from tests.ranks.processes import run_ranks
 from tests.slow import slow_but
 
@@ -100,9 +100,9 @@ def final_bits(runs: tuple[Run, ...]) -> list[list[bytes]]:
     found = []
     with flexcomm.connect(timeout_s=60) as world:
         for run in runs:
-            trainee = make_trainee(run, SETTINGS, load_corpus(), world)
-            train(trainee, records.append)
-            found.append([param.numpy().tobytes() for param in trainee.whole_parameters()])
+            training = make_training_run(run, SETTINGS, load_corpus(), world)
+            train(training, records.append)
+            found.append([param.numpy().tobytes() for param in training.whole_parameters()])
     return found
 
 
@@ -142,9 +142,9 @@ def clipped_gradients(model: torch.nn.Module, batch: torch.Tensor) -> tuple[floa
 
 def train_together() -> tuple[dict[str, list[float]], list[float]]:
     with flexcomm.connect(timeout_s=60) as world:
-        trainee = make_trainee(ADAMW, SETTINGS, load_corpus(), world)
-        losses = [float(trainee.step(step)) for step in range(SETTINGS.steps)]
-        return {name: param.flatten().tolist() for name, param in trainee.model.named_parameters()}, losses
+        training = make_training_run(ADAMW, SETTINGS, load_corpus(), world)
+        losses = [float(training.step(step)) for step in range(SETTINGS.steps)]
+        return {name: param.flatten().tolist() for name, param in training.model.named_parameters()}, losses
 
 
 def test_the_baseline_is_torchs_adamw_on_the_mean_of_all_gradients() -> None:

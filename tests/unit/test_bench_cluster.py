@@ -6,7 +6,7 @@ import pytest
 from bench.cluster import ClusterSpec, stale_clusters
 from bench.cluster.launchers import mpirun_command, parse_launcher, shell_code
 from bench.cluster.links import (
-    CableRate,
+    LinkRate,
     Traffic,
     _interface_counters,
     burst_nbytes,
@@ -42,18 +42,18 @@ def test_the_burst_grows_with_the_rate_from_one_frame(rate: str, nbytes: int) ->
     assert burst_nbytes(parse_rate(rate)) == pytest.approx(nbytes, rel=0.02)  # the depths found by trial, rounded
 
 
-def test_a_fast_cable_lets_pass_whole_what_tcp_hands_down_at_once() -> None:
+def test_a_fast_link_lets_pass_whole_what_tcp_hands_down_at_once() -> None:
     assert 65_536 < burst_nbytes(parse_rate("1gbit")) < 100_000
 
 
-def test_a_slow_cable_is_probed_with_many_bursts() -> None:
+def test_a_slow_link_is_probed_with_many_bursts() -> None:
     assert probe_nbytes(100_000, 0.15) > 20 * burst_nbytes(100_000)
     assert probe_nbytes(1_000_000_000, 0.2) == 25_000_000
 
 
-def test_the_worse_direction_decides_a_cables_error() -> None:
-    assert CableRate("a", 95.0, 120.0).error(100) == pytest.approx(0.2)
-    assert CableRate("a", 70.0, 100.0).error(100) == pytest.approx(0.3)
+def test_the_worse_direction_decides_a_links_error() -> None:
+    assert LinkRate("a", 95.0, 120.0).error(100) == pytest.approx(0.2)
+    assert LinkRate("a", 70.0, 100.0).error(100) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(0, 1), (-1, 1), (251, 1), (2, 0)])
@@ -112,13 +112,13 @@ def test_a_program_that_is_another_mpi_is_not_taken(monkeypatch: pytest.MonkeyPa
     assert mpirun_command("mpich", 2).argv[0] == str(program)
 
 
-def test_a_folder_is_a_leftover_once_its_owner_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_is_stale_once_its_owner_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with stale_clusters.private_folder() as alive:
-        assert stale_clusters.dead_folders() == []
-        dead = tmp_path / f"{stale_clusters.PREFIX}1-000000"
-        dead.mkdir()
-        (dead / "lock").touch()
-        assert stale_clusters.sweep() == [dead]
+        assert stale_clusters.stale_folders() == []
+        stale = tmp_path / f"{stale_clusters.PREFIX}1-000000"
+        stale.mkdir()
+        (stale / "lock").touch()
+        assert stale_clusters.remove_stale_folders() == [stale]
         assert alive.exists()
     assert list(tmp_path.iterdir()) == []

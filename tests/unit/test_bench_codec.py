@@ -11,9 +11,9 @@ import torch
 
 from bench.cli import main
 from bench.codec import command as codec
-from bench.codec.codecs import CHUNK, Ours, Published, dct_basis, find_agreement
+from bench.codec.codecs import CHUNK, FlexcommCodec, PublishedCodec, dct_basis, find_agreement
 from bench.codec.payloads import entropy_bits
-from bench.codec.speed import draw_gradient, geometries, take_turns
+from bench.codec.speed import draw_gradient, geometries, interleave
 from bench.targets import load_targets
 from flexcomm import demo
 
@@ -24,20 +24,20 @@ GEOMETRIES = geometries((2 * CHUNK, 3 * CHUNK))
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.case)
-def test_both_contestants_send_the_same_coefficients(geometry) -> None:  # type: ignore[no-untyped-def]
+def test_both_codecs_send_the_same_coefficients(geometry) -> None:  # type: ignore[no-untyped-def]
     assert find_agreement(draw_gradient(geometry.shape, seed=1), geometry.k) > 0.999
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.case)
-def test_both_contestants_average_over_contributors_alike(geometry) -> None:  # type: ignore[no-untyped-def]
+def test_both_codecs_average_over_contributors_alike(geometry) -> None:  # type: ignore[no-untyped-def]
     gradients = [draw_gradient(geometry.shape, seed) for seed in range(3)]
-    ours = Ours(geometry.shape, demo(geometry.k, CHUNK, "fp32"), decay=0.0)
+    ours = FlexcommCodec(geometry.shape, demo(geometry.k, CHUNK, "fp32"), decay=0.0)
     buffers = [ours.encode_(gradient).clone() for gradient in gradients]
-    theirs = [Published(geometry.shape, geometry.k).encode_(gradient) for gradient in gradients]
+    theirs = [PublishedCodec(geometry.shape, geometry.k).encode_(gradient) for gradient in gradients]
     out = torch.empty(geometry.shape)
     ours.decode_(out, torch.cat(buffers), len(buffers))
     # Sums of up to 4096 products, in another order.
-    torch.testing.assert_close(out, Published(geometry.shape, geometry.k).decode(theirs), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out, PublishedCodec(geometry.shape, geometry.k).decode(theirs), atol=1e-5, rtol=0)
 
 
 def test_the_basis_is_orthonormal() -> None:
@@ -49,9 +49,9 @@ def test_the_entropy_is_that_of_uniformly_drawn_sets() -> None:
     assert entropy_bits(64, 8) == pytest.approx(math.log2(math.comb(64, 8)) / 8)
 
 
-def test_bodies_take_turns_and_the_first_round_does_not_count() -> None:
+def test_bodies_are_interleaved_and_the_first_round_does_not_count() -> None:
     calls: list[str] = []
-    take_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2)
+    interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2)
     assert calls == ["a", "b"] * 3
 
 

@@ -378,8 +378,8 @@ def test_the_footer_says_ok_or_failed_and_what_is_missing() -> None:
     assert conclude_lines(Findings(), total=5)[-1] == "Avg effective bandwidth, MB/s : nothing measured"
 
 
-def test_the_rate_of_an_emulated_cable_is_its_shapers() -> None:
-    text = '[{"kind":"tbf","handle":"8001:","dev":"cable0","root":true,"options":{"rate":12500000,"burst":4199}}]'
+def test_the_rate_of_an_emulated_link_is_its_shapers() -> None:
+    text = '[{"kind":"tbf","handle":"8001:","dev":"link0","root":true,"options":{"rate":12500000,"burst":4199}}]'
     assert shaper_rate(text) == 100e6
     assert shaper_rate('[{"kind":"noqueue"}]') is None
     assert shaper_rate("") is None
@@ -387,11 +387,11 @@ def test_the_rate_of_an_emulated_cable_is_its_shapers() -> None:
 
 def test_only_an_emulated_node_counts_bytes(tmp_path: Path) -> None:
     counters = tmp_path / "dev"
-    counters.write_text("Inter-| Receive\n lo: 1 2 3 4 5 6 7 8 9 10\ncable0: 11 2 3 4 5 6 7 8 4321 10\n")
+    counters.write_text("Inter-| Receive\n lo: 1 2 3 4 5 6 7 8 9 10\nlink0: 11 2 3 4 5 6 7 8 4321 10\n")
     assert read_sent_nbytes(counters) == 4321
     counters.write_text("  eth0: 11 2 3 4 5 6 7 8 4321 10\n")
     assert read_sent_nbytes(counters) is None
 
 
-def test_a_rate_that_was_told_needs_no_cable() -> None:
+def test_a_rate_that_was_told_needs_no_link() -> None:
     assert str(find_link("1gbit")) == "1gbit (--link-rate)"

@@ -49,8 +49,8 @@ def test_a_figure_that_was_not_measured_is_a_miss(targets_file: Path, capsys: py
 def test_a_figure_with_a_reason_for_its_absence_is_said_and_is_no_miss(
     targets_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _check(_report({"speed": 3.0}, {"error": "no cable"}), targets_file) == 0
-    assert "not measured: error: no cable" in capsys.readouterr().err
+    assert _check(_report({"speed": 3.0}, {"error": "no link"}), targets_file) == 0
+    assert "not measured: error: no link" in capsys.readouterr().err
 
 
 def test_nan_keeps_no_target(targets_file: Path) -> None:

@@ -16,7 +16,7 @@ from bench.decentralized import KNOWN_FIGURES, check_emulation, make_report, tab
 from bench.errors import UsageError
 from bench.train.comparison import describe, plan_runs, plan_settings, plan_sweep
 from bench.train.learning_rates import Choice, choose_rates, save_sweep
-from bench.train.methods import ALLREDUCE, DECENTRALIZED_METHODS, LINEUP, METHODS, parse_methods
+from bench.train.methods import ALL_METHODS, ALLREDUCE, DECENTRALIZED_METHODS, METHODS, parse_methods
 from bench.train.model import SIZES, build_model, loss_of
 from bench.train.plan import Plan, Run, Settings, load_plan, save_plan
 from bench.train.records import Ending, Evaluation, History
@@ -78,8 +78,8 @@ def summaries_of(*methods: str) -> list[Summary]:
 
 
 def test_no_method_has_the_name_of_another_command_s() -> None:
-    assert len(LINEUP) == len(METHODS) + len(DECENTRALIZED_METHODS)
-    assert all(name == method.name for name, method in LINEUP.items())
+    assert len(ALL_METHODS) == len(METHODS) + len(DECENTRALIZED_METHODS)
+    assert all(name == method.name for name, method in ALL_METHODS.items())
 
 
 def test_methods_are_found_by_name_in_the_tables_order() -> None:
@@ -170,7 +170,7 @@ def test_figures_compare_the_fastest_with_the_fastest_and_the_worst_with_the_bou
     assert report.figures["accum_loss_of_allreduce"] == pytest.approx(1.0)
     # choco is faster still, but compressed.
     assert report.figures["straggler_speedup"] == pytest.approx(0.5 / 0.23)
-    # Both compute for 0.2 s; the cable takes exponential's bytes in 0.2 s, too, and aer's in half of it.
+    # Both compute for 0.2 s; the link takes exponential's bytes in 0.2 s, too, and aer's in half of it.
     assert steady.figures["iteration_of_bound"] == pytest.approx(0.25 / 0.2)
     json.dumps(asdict(report)["rows"])
 

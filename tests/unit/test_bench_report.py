@@ -11,14 +11,14 @@ import pytest
 from bench import report
 from bench.cli import main
 from bench.cluster.links import Link
-from bench.collectives.sweep import Exchange, Row, make_report, print_rows
+from bench.collectives.sweep import Row, SweepCase, make_report, print_rows
 from bench.errors import BenchError
 from bench.report import SECTIONS, Section, render
 from bench.sync import Exposure, Growth, Overhead
 from bench.sync import make_report as make_sync_report
 from bench.targets import load_targets
 
-EXCHANGE = Exchange("2M", "8M", 4.0, "dense:dtype=bf16", "gather", 5)
+CASE = SweepCase("2M", "8M", 4.0, "dense:dtype=bf16", "gather", 5)
 
 
 def row(nodes: int, inter_s: float, rate: str = "100mbit", size_nbytes: int = 1 << 21) -> Row:
@@ -26,23 +26,23 @@ def row(nodes: int, inter_s: float, rate: str = "100mbit", size_nbytes: int = 1 
     return Row(nodes, rate, "torchrun", size_nbytes, 1e6, wire, inter_s + 0.01, 0.005, 0.005, inter_s, wire * 8e-8)
 
 
-def test_a_sweep_reports_the_emptiest_cable_of_four_nodes_and_the_worst_growth() -> None:
+def test_a_sweep_reports_the_emptiest_link_of_four_nodes_and_the_worst_growth() -> None:
     rows = [row(2, 0.1), row(4, 0.3), row(8, 0.84), row(4, 0.25, size_nbytes=1 << 23)]
-    figures = make_report(rows, EXCHANGE).figures
+    figures = make_report(rows, CASE).figures
     assert figures["link_share_100mbit"] == pytest.approx(0.24 / 0.3)
     # From two nodes to eight there are seven times as many peers: 0.84 s for 0.7 s.
     assert figures["growth_over_linear"] == pytest.approx(1.2)
 
 
 def test_a_sweep_says_what_it_did_not_measure() -> None:
-    found = make_report([row(2, 0.1)], EXCHANGE)
+    found = make_report([row(2, 0.1)], CASE)
     assert not found.figures
     assert "no cluster of 4 nodes at 1gbit" in found.unmeasured["link_share_1gbit"]
     assert "only one number of nodes" in found.unmeasured["growth_over_linear"]
 
 
 def test_a_sweep_prints_the_cost_per_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    print_rows([row(4, 0.3)], EXCHANGE)
+    print_rows([row(4, 0.3)], CASE)
     *_, last = capsys.readouterr().out.splitlines()
     assert last.split() == ["torchrun", "100mbit", "4", "1.00", "310.0", "300.0", "240.0", "80%", "100.0"]
 

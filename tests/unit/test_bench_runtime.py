@@ -10,21 +10,21 @@ import torch
 
 from bench.cli import main
 from bench.runtime import command as runtime
-from bench.runtime.cluster_runs import FIGURE_PLACE, Place, Visited, exchange_s, plan_visits
+from bench.runtime.cluster_runs import FIGURE_CLUSTER, ClusterResult, ClusterShape, plan_cluster_runs, swap_s
 from bench.runtime.command import find_figures, make_quick, make_report, parse_methods
 from bench.runtime.fit import Calibration, Fitted, HostFit, LinkFit, fit, fit_nonnegative
 from bench.runtime.methods import PacedModel
 from bench.runtime.plan import (
     METHODS,
-    Found,
     HostCosts,
     Job,
+    JobResult,
     Load,
-    read_found,
     read_jobs,
+    read_results,
     seconds_per_iteration,
-    write_found,
     write_jobs,
+    write_results,
 )
 from bench.runtime.predictions import (
     Row,
@@ -73,8 +73,8 @@ def calibration(nodes: int, rate_bits_per_s: float) -> Calibration:
     return Calibration(nodes, rate_bits_per_s, tables, costs)
 
 
-def found(iteration_s: float, job: Job = JOB) -> Found:
-    return Found(finished_s={method: [iteration_s * (t + 1) for t in range(job.steps)] for method in job.methods})
+def found(iteration_s: float, job: Job = JOB) -> JobResult:
+    return JobResult(finished_s={method: [iteration_s * (t + 1) for t in range(job.steps)] for method in job.methods})
 
 
 def test_the_fit_finds_the_figures_that_made_the_tables() -> None:
@@ -96,7 +96,7 @@ def test_fitted_links_hold_at_other_rates_and_numbers_of_nodes() -> None:
     assert links.tau("all-reduce", 8, 100_000) == pytest.approx(expected_s["all-reduce"])
 
 
-def test_nothing_is_fitted_to_be_faster_than_the_cable() -> None:
+def test_nothing_is_fitted_to_be_faster_than_the_link() -> None:
     early = table("all-reduce", 2, lambda size: 0.5 * 8 * size / RATE)
     fitted = fit([Calibration(2, RATE, (early,), COSTS)], CORES)
     assert fitted.links["all-reduce"] == LinkFit(1.0, 0.0, 0.0)
@@ -145,19 +145,19 @@ def test_flexdemo_is_predicted_from_what_its_payloads_take() -> None:
     assert predict("flexdemo", JOB, 4, RATE, IDEAL) == pytest.approx(expected_s + 9 * 8 * FREE.payload_nbytes / RATE)
 
 
-def test_nodes_that_share_a_core_take_turns_on_it() -> None:
+def test_nodes_that_share_a_core_queue_for_it() -> None:
     fitted = replace(IDEAL, host=replace(FREE, all_reduce_s=0.01))
     extra_s = [predict("all-reduce", JOB, n, 1e12, fitted) - predict("all-reduce", JOB, n, 1e12, IDEAL) for n in (2, 8)]
     assert extra_s == pytest.approx([0.01, 0.04])
 
 
 def test_nodes_that_step_when_they_like_hardly_meet_on_a_core_that_is_mostly_idle() -> None:
-    assert IDEAL.turn_s(0.01, sleep_s=100.0, nodes=8) == pytest.approx(0.01, rel=0.01)
-    # Eight that always want two cores: each waits for all others, half a turn for each.
-    assert IDEAL.turn_s(0.01, sleep_s=0.0, nodes=8) == pytest.approx(0.04, rel=0.15)
-    assert IDEAL.turn_s(0.0, sleep_s=0.0, nodes=8) == 0.0
-    turns_s = [IDEAL.turn_s(0.01, 0.02, nodes) for nodes in (1, 2, 4, 8)]
-    assert turns_s == sorted(turns_s)
+    assert IDEAL.queued_s(0.01, sleep_s=100.0, nodes=8) == pytest.approx(0.01, rel=0.01)
+    # Eight that always want two cores: each waits for all others, half of its work for each.
+    assert IDEAL.queued_s(0.01, sleep_s=0.0, nodes=8) == pytest.approx(0.04, rel=0.15)
+    assert IDEAL.queued_s(0.0, sleep_s=0.0, nodes=8) == 0.0
+    queued_s = [IDEAL.queued_s(0.01, 0.02, nodes) for nodes in (1, 2, 4, 8)]
+    assert queued_s == sorted(queued_s)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -167,7 +167,7 @@ def test_every_method_is_predicted_for_any_number_of_nodes(method: str, nodes: i
     assert period_of(method, nodes) >= 1
 
 
-def test_half_of_the_nodes_are_busy_where_pairs_take_turns() -> None:
+def test_half_of_the_nodes_are_busy_where_pairs_alternate() -> None:
     assert busy_nodes(gossip.base(8)) == 8
     assert busy_nodes(gossip.alternating_exponential_ring(8)) == 4
 
@@ -187,19 +187,19 @@ def test_what_all_nodes_wait_for_is_predicted_with_the_same_draws() -> None:
 
 
 def test_a_prediction_does_not_change_when_a_held_out_measurement_does() -> None:
-    places = [Place(2, "100mbit"), Place(4, "100mbit"), Place(4, "50mbit")]
-    visits = plan_visits(places, places[:1], replace(JOB), rounds=3)
+    clusters = [ClusterShape(2, "100mbit"), ClusterShape(4, "100mbit"), ClusterShape(4, "50mbit")]
+    runs = plan_cluster_runs(clusters, clusters[:1], replace(JOB), rounds=3)
     known = calibration(2, 100e6)
 
     def rows_where_held_out_takes(seconds: float) -> list[Row]:
-        visited = []
-        for visit in visits:
-            seen = [found(seconds if visit.held_out else 0.4, job) for job in visit.jobs]
+        results = []
+        for run in runs:
+            seen = [found(seconds if run.held_out else 0.4, job) for job in run.jobs]
             # Even if ranks had calibrated there.
-            tables = known.tables if not visit.held_out else (table("all-reduce", 4, lambda size: seconds * size),)
-            costs = known.costs if not visit.held_out else replace(COSTS, all_reduce_s=seconds)
-            visited.append(Visited(visit, (replace(seen[0], tables=tables, costs=costs), *seen[1:])))
-        return make_rows(visited, fit([one for v in visited if (one := v.calibration()) is not None], CORES))
+            tables = known.tables if not run.held_out else (table("all-reduce", 4, lambda size: seconds * size),)
+            costs = known.costs if not run.held_out else replace(COSTS, all_reduce_s=seconds)
+            results.append(ClusterResult(run, (replace(seen[0], tables=tables, costs=costs), *seen[1:])))
+        return make_rows(results, fit([one for v in results if (one := v.calibration()) is not None], CORES))
 
     once, again = rows_where_held_out_takes(0.5), rows_where_held_out_takes(5.0)
     assert [row.predicted_s for row in once] == [row.predicted_s for row in again]
@@ -208,17 +208,26 @@ def test_a_prediction_does_not_change_when_a_held_out_measurement_does() -> None
 
 
 def test_clusters_that_calibrate_come_first_and_are_not_held_out() -> None:
-    visits = plan_visits([Place(4, "100mbit"), Place(2, "0.1gbit")], [Place(2, "100mbit"), Place(8, "1gbit")], JOB, 3)
-    assert [(visit.place.nodes, visit.held_out) for visit in visits] == [(2, False), (8, False), (4, True)]
-    assert [visit.jobs[0].rounds for visit in visits] == [3, 3, 0]
+    runs = plan_cluster_runs(
+        [ClusterShape(4, "100mbit"), ClusterShape(2, "0.1gbit")],
+        [ClusterShape(2, "100mbit"), ClusterShape(8, "1gbit")],
+        JOB,
+        3,
+    )
+    assert [(run.cluster.nodes, run.held_out) for run in runs] == [
+        (2, False),
+        (8, False),
+        (4, True),
+    ]
+    assert [run.jobs[0].rounds for run in runs] == [3, 3, 0]
     # Nobody asked for iterations on eight nodes.
-    assert [visit.jobs[0].methods for visit in visits] == [JOB.methods, (), JOB.methods]
+    assert [run.jobs[0].methods for run in runs] == [JOB.methods, (), JOB.methods]
 
 
 def test_figures_are_measured_where_computing_lasts_as_long_as_an_exchange() -> None:
-    (visit,) = plan_visits([FIGURE_PLACE], [], replace(JOB, load=replace(LOAD, sigma=0.1, straggler=0.5)), 0)
-    _, steady, slower = visit.jobs
-    assert steady.load.compute_s == pytest.approx(exchange_s(LOAD, FIGURE_PLACE))
+    (run,) = plan_cluster_runs([FIGURE_CLUSTER], [], replace(JOB, load=replace(LOAD, sigma=0.1, straggler=0.5)), 0)
+    _, steady, slower = run.jobs
+    assert steady.load.compute_s == pytest.approx(swap_s(LOAD, FIGURE_CLUSTER))
     assert (steady.load.straggler, slower.load.straggler, slower.load.sigma) == (0.0, 0.2, 0.0)
 
 
@@ -231,13 +240,13 @@ def row(
     nodes: int = 4,
     load: Load = LOAD,
 ) -> Row:
-    compute_s = exchange_s(load, FIGURE_PLACE)
+    compute_s = swap_s(load, FIGURE_CLUSTER)
     return Row(method, nodes, "100mbit", compute_s, straggler, 0.0, held_out, predicted_s=0.11, measured_s=measured_s)
 
 
 @pytest.mark.parametrize("load", [LOAD, Load()], ids=["small", "large"])
 def test_figures_are_those_of_the_targets(load: Load) -> None:
-    whole_s = exchange_s(load, FIGURE_PLACE)
+    whole_s = swap_s(load, FIGURE_CLUSTER)
     seen = [("exponential", 1.1 * whole_s, 0.0), ("all-reduce", 2.0, 0.2), ("exponential", 1.0, 0.2)]
     rows = [row(*one, load=load) for one in seen]
     report = make_report(rows, IDEAL, replace(JOB, load=load), {})
@@ -279,9 +288,9 @@ def test_jobs_and_findings_survive_the_way_to_the_ranks_and_back(tmp_path: Path)
     jobs = [JOB, replace(JOB, rounds=3, methods=())]
     write_jobs(jobs, tmp_path)
     assert read_jobs(tmp_path) == jobs
-    seen = [found(0.1), Found(calibration(2, RATE).tables, COSTS, {})]
-    write_found(seen, tmp_path)
-    assert read_found(tmp_path) == seen
+    seen = [found(0.1), JobResult(calibration(2, RATE).tables, COSTS, {})]
+    write_results(seen, tmp_path)
+    assert read_results(tmp_path) == seen
 
 
 def test_a_paced_model_has_its_gradients_one_by_one_from_the_last() -> None:
@@ -307,7 +316,7 @@ def test_buckets_are_whole_chunks_near_to_what_was_asked_for() -> None:
 
 def test_quick_measures_less_of_the_same() -> None:
     quick = make_quick(replace(JOB, load=Load(), iterations=12))
-    full_s, quick_s = (exchange_s(load, FIGURE_PLACE) / load.compute_s for load in (Load(), quick.load))
+    full_s, quick_s = (swap_s(load, FIGURE_CLUSTER) / load.compute_s for load in (Load(), quick.load))
     assert quick.load.nbytes < Load().nbytes
     assert quick_s == pytest.approx(full_s, rel=0.3)
 
@@ -337,6 +346,6 @@ def test_methods_come_in_the_tables_order() -> None:
 def test_bad_arguments_exit_with_2_before_any_cluster_is_opened(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "make_visits", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(runtime, "run_clusters", lambda *_: pytest.fail("opened"))
     assert main(["runtime", *arguments]) == 2
     assert message in capsys.readouterr().err

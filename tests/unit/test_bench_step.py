@@ -96,10 +96,10 @@ def test_ratios_are_to_the_first_line() -> None:
 
 PRINTED = """\
 slowest rank, median; ratios to the first line
-method                     cable  s/step  ratio  main CPU s  ratio  all CPU s  MB sent/rank  ratio    bits
-flexcomm demo(k=32), bf16   gloo   0.500  1.00x       0.200  1.00x      0.250           1.6  1.00x    same
-torch PowerSGD rank 1       gloo   0.550  1.10x       0.100  0.50x      0.300           0.7  0.44x  DIFFER
-# MB sent: the cable's counters, headers included; bits: whether all ranks hold the same
+method                     transport  s/step  ratio  main CPU s  ratio  all CPU s  MB sent/rank  ratio    bits
+flexcomm demo(k=32), bf16       gloo   0.500  1.00x       0.200  1.00x      0.250           1.6  1.00x    same
+torch PowerSGD rank 1           gloo   0.550  1.10x       0.100  0.50x      0.300           0.7  0.44x  DIFFER
+# MB sent: the link's counters, headers included; bits: whether all ranks hold the same
 # skipped detonation DeMo, k=32: no module detonation
 # interrupted: 2 of 9 methods were measured
 """

@@ -369,7 +369,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
         (["--methods", "adamw,zip"], "needed all, or some of adamw, "),
         (["--methods", ","], "needed all"),
         (["--steps", "0"], "got --steps 0"),
-        (["--steps", "14", "--methods", "local"], "nodes meet every 5 with local"),
+        (["--steps", "14", "--methods", "local"], "nodes synchronise every 5 with local"),
         (["--batch", "0"], "got --batch 0"),
         (["--eval-every", "0"], "got --eval-every 0"),
         (["--seeds", "one"], "got --seeds 'one'"),
