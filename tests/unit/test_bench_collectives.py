@@ -155,7 +155,7 @@ def test_a_compressor_that_cannot_be_is_an_error_that_says_why(text: str, messag
         (["-w", "-1"], "got -w -1, needed 0 or more"),
         (["-c", "2"], "got -c 2, needed 0 or 1"),
         (["--dtype", "int8"], "needed one of fp32, bf16, fp16"),
-        (["--algorithm", "ring"], "needed one of auto, gather, gatherv, reduce, split, dense"),
+        (["--algorithm", "ring"], "needed one of auto, gather, gatherv, reduce, two_phase, dense"),
         (["--compressor", "zip"], "got the compressor 'zip'"),
         (["--link-rate", "fast"], "needed a number with a unit"),
         (["--plot", "/nowhere/at/all.png"], "there is no folder"),
@@ -170,8 +170,8 @@ def test_bad_arguments_exit_with_2_before_any_rank_is_started(
     assert message in capsys.readouterr().err
 
 
-def test_every_way_between_nodes_can_be_asked_for() -> None:
-    assert [parse_algorithm(name) for name in ("auto", "gather", "gatherv", "reduce", "split", "dense")]
+def test_every_algorithm_between_nodes_can_be_asked_for() -> None:
+    assert [parse_algorithm(name) for name in ("auto", "gather", "gatherv", "reduce", "two_phase", "dense")]
 
 
 def test_a_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
