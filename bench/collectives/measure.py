@@ -166,8 +166,8 @@ def summarise(
         inter_s=inter_s,
         decode_s=median(fields["decode_s"].amax(dim=0).tolist()),
         wrong=wrong,
-        nodes=place.nodes,
-        ranks_per_node=place.local_size,
+        nodes=topology.nodes,
+        ranks_per_node=topology.local_size,
     )
 
 
