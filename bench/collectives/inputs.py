@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from flexcomm import Topology
-from flexcomm.kernels import Selection, TensorPlan, ValueCode
+from flexcomm.kernels import TensorPlan, ValueCode
 
-_SHARED = (Selection.SHUFFLED, Selection.STRIDED)
 _MAGNITUDES = 3
-_FLOAT_CODES = {ValueCode.FP32: torch.float32, ValueCode.BF16: torch.bfloat16, ValueCode.FP16: torch.float16}
 
 
 def make_input(plan: TensorPlan, shape: tuple[int, ...], dtype: torch.dtype, topology: Topology) -> Tensor:
@@ -43,10 +41,10 @@ def count_wrong(out: Tensor, expected: Tensor, plan: TensorPlan, topology: Topol
     error = (out.double() - expected).abs()
     # Not `error > tolerance`: NaN is wrong, and compares false with everything.
     good = error <= tolerance(out.dtype, expected, plan, topology)
-    if plan.selection not in _SHARED:
+    if plan.selection.rule.sample_key is None:
         return int((~good).sum())
     sent = int((out != 0).sum())
-    return int((~good & (out != 0)).sum()) + abs(sent - plan.chunks * plan.keep)
+    return int((~good & (out != 0)).sum()) + abs(sent - plan.chunks * plan.k)
 
 
 def tolerance(dtype: torch.dtype, expected: Tensor, plan: TensorPlan, topology: Topology) -> float:
@@ -57,18 +55,19 @@ def tolerance(dtype: torch.dtype, expected: Tensor, plan: TensorPlan, topology: 
     halves = all(count & (count - 1) == 0 for count in (topology.nodes, topology.local_size))
     if halves and not plan.transformed and _can_count(plan.values, topology):
         return 0.0
-    coarsest = max(torch.finfo(one).eps for one in (dtype, _FLOAT_CODES.get(plan.values, dtype)))
-    scale = torch.finfo(torch.bfloat16).eps if plan.values.scales else 0.0
+    coarsest = max(torch.finfo(one).eps for one in (dtype, plan.values.format.sum_dtype or dtype))
+    scale = torch.finfo(torch.bfloat16).eps if plan.values.format.scales else 0.0
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     return (32 * coarsest + scale) * max(largest, topology.local_size * _at_least(plan.tau))
 
 
 def _can_count(code: ValueCode, topology: Topology) -> bool:
     """Return whether a value code holds every sum that can come up, on any rank and in any order, without rounding."""
-    if code not in _FLOAT_CODES:
+    dtype = code.format.sum_dtype
+    if dtype is None:
         return False
     largest: int = 2 ** (_MAGNITUDES - 1) * topology.size + topology.local_size**2
-    return largest <= 2 / torch.finfo(_FLOAT_CODES[code]).eps
+    return largest <= 2 / torch.finfo(dtype).eps
 
 
 def _coefficients(plan: TensorPlan, node: int) -> Tensor:
@@ -77,7 +76,7 @@ def _coefficients(plan: TensorPlan, node: int) -> Tensor:
     position = torch.arange(plan.chunk_numel).view(1, -1)
     numel, keep = _density(plan)
     # Evenly spaced: of any `numel` places in a row, `keep` are taken.
-    offset = position + chunk * (plan.chunk_numel if plan.selection is Selection.ABOVE else 7) + 13 * node
+    offset = position + chunk * (plan.chunk_numel if plan.is_variable else 7) + 13 * node
     is_sent = offset * keep % numel < keep
     is_negative = (position * 40503 + chunk * 9973 >> 4) & 1
     magnitude = 2.0 ** (node % _MAGNITUDES) * _at_least(plan.tau)
@@ -86,7 +85,7 @@ def _coefficients(plan: TensorPlan, node: int) -> Tensor:
 
 def _is_whole(plan: TensorPlan) -> Tensor:
     """Return which chunks lie inside the tensor. Others hold zeros only: cut off, a few coefficients become many."""
-    if plan.selection in _SHARED:
+    if plan.selection.rule.sample_key is not None:
         return torch.ones(plan.chunks, dtype=torch.bool)
     rows = (torch.arange(-(-plan.rows // plan.chunk_rows)) + 1) * plan.chunk_rows <= plan.rows
     cols = (torch.arange(-(-plan.cols // plan.chunk_cols)) + 1) * plan.chunk_cols <= plan.cols
@@ -95,12 +94,12 @@ def _is_whole(plan: TensorPlan) -> Tensor:
 
 def _density(plan: TensorPlan) -> tuple[int, int]:
     """Return how many coefficients are nonzero out of how many. Where all ranks send the same ones: all of them."""
-    if plan.selection in _SHARED:
+    if plan.selection.rule.sample_key is not None:
         return 1, 1
-    if plan.selection is Selection.ABOVE:
+    if plan.is_variable:
         # Half of the capacity: the ranks of a node share it out, and rounding may take some of it from one of them.
-        return plan.chunks * plan.chunk_numel, plan.keep if plan.exact else max(1, plan.keep // 2)
-    return plan.chunk_numel, plan.keep
+        return plan.chunks * plan.chunk_numel, plan.k if plan.variable_length else max(1, plan.k // 2)
+    return plan.chunk_numel, plan.k
 
 
 def _at_least(tau: float) -> float:

@@ -134,7 +134,7 @@ def _count_kept(plan: Plan, x: Tensor, world: World) -> int:
         return plan.kept
     if world.topology.local_size > 1:
         return 0
-    return min(plan.tensor.keep, int((x.abs() >= plan.tensor.tau).sum()))
+    return min(plan.tensor.k, int((x.abs() >= plan.tensor.tau).sum()))
 
 
 def summarise(

@@ -9,7 +9,7 @@ from bench.collectives.arguments import DTYPES, NamedCompressor
 from bench.world import all_ranks_transport, crossing_nbytes
 from flexcomm import TensorSpec, World, dense, start_sync
 from flexcomm.codec import plan_tensor
-from flexcomm.kernels import Selection, TensorPlan
+from flexcomm.kernels import TensorPlan
 from flexcomm.sync import BUCKET_BYTES
 from flexcomm.sync import AlgorithmOption as Algorithm
 from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
@@ -71,7 +71,7 @@ class Sync:
         algorithms = "+".join(dict.fromkeys(bucket.algorithm for bucket in buckets))
         if algorithms == "dense":
             # Everything travels, so everything must arrive, whatever the compressor would have left out.
-            whole = dense().plan(spec) if whole.selection in (Selection.SHUFFLED, Selection.STRIDED) else whole
+            whole = dense().plan(spec) if whole.selection.rule.sample_key else whole
         return Plan(whole, algorithms, None if -1 in counts else sum(counts))
 
     def average(self, x: Tensor) -> tuple[Tensor, Cost]:

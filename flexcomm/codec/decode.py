@@ -19,7 +19,7 @@ from flexcomm.codec.wire import (
     find_payload,
     to_words,
 )
-from flexcomm.compress import draw_for
+from flexcomm.compress import sample_key_for
 from flexcomm.errors import InvalidArgumentError, NonFiniteError, WireError
 from flexcomm.kernels import Average, Kernels, Payload, Reader
 
@@ -78,9 +78,9 @@ class Decoder:
             [Payload(region.start + begin, layout) for region in regions]
             for begin, layout in zip(plan.positions, plan.layouts, strict=True)
         ]
-        self._checkers = [] if plan.varies else self._readers_of(self._payloads, plan)
+        self._checkers = [] if plan.is_variable else self._readers_of(self._payloads, plan)
         self._readers = (
-            self._checkers if decoded_as is None or plan.varies else self._readers_of(self._payloads, decoded_as)
+            self._checkers if decoded_as is None or plan.is_variable else self._readers_of(self._payloads, decoded_as)
         )
 
     def verify(self, *, step: int, sequence: int) -> list[str]:
@@ -100,7 +100,7 @@ class Decoder:
         ]
         if nonfinite:
             return nonfinite
-        if self._plan.varies:
+        if self._plan.is_variable:
             found = [
                 _find_payloads(self._plan, self._words, region, header, self._kernels)
                 for region, header in zip(self._regions, headers, strict=True)
@@ -114,11 +114,11 @@ class Decoder:
         """Fill ``outputs`` with the averages of buffers that were verified."""
         plan = self._decoded_as
         for spec, one, reader, out in zip(plan.specs, plan.plans, self._readers, outputs, strict=True):
-            reader.decode_(draw_for(one, step, spec.name), average, out)
+            reader.decode_(sample_key_for(one, step, spec.name), average, out)
 
     def _check_payloads(self) -> None:
         for checker, payloads, one in zip(self._checkers, self._payloads, self._plan.plans, strict=True):
-            if checker.find_fault():
+            if checker.find_error():
                 for region, payload in zip(self._regions, payloads, strict=True):
                     check_payload(self._words, region, payload, one, self._kernels)
                 senders = ", ".join(region.sender for region in self._regions)
@@ -159,8 +159,8 @@ def decode_bucket_(
 
 
 def _check_length(plan: BufferPlan, words: Tensor, region: Region) -> None:
-    if region.nwords > plan.nwords or (region.nwords < plan.nwords and not plan.exact):
-        needed = f"{'at most ' if plan.exact else ''}{plan.nbytes} bytes"
+    if region.nwords > plan.nwords or (region.nwords < plan.nwords and not plan.variable_length):
+        needed = f"{'at most ' if plan.variable_length else ''}{plan.nbytes} bytes"
         raise WireError(
             region.sender,
             "length",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flexcomm.codec.checks import check_momenta, check_numbers, check_tensors
 from flexcomm.codec.plan import BufferPlan, aligned
 from flexcomm.codec.wire import HEADER_NWORDS, NONFINITE, WORD_NBYTES, BufferHeader, Header, plan_layout, to_words
-from flexcomm.compress import draw_for
+from flexcomm.compress import sample_key_for
 from flexcomm.errors import InvalidTensorError, NonFiniteError
 from flexcomm.kernels import Kernels, Momentum
 
@@ -40,7 +40,7 @@ class Encoder:
         """Do as :func:`encode_bucket_` does, with tensors and momenta known to be the plan's."""
         plan, kernels = self._plan, self._kernels
         check_numbers(step, sequence)
-        nonfinite = [spec.name for spec, x in zip(plan.specs, tensors, strict=True) if not kernels.is_fit(x)]
+        nonfinite = [spec.name for spec, x in zip(plan.specs, tensors, strict=True) if not kernels.is_finite(x)]
         if nonfinite:
             raise NonFiniteError(
                 f"NaN, infinity or a magnitude of 2**100 or more in {', '.join(nonfinite)}; nothing was changed. Skip "
@@ -48,11 +48,11 @@ class Encoder:
             )
         position, count = HEADER_NWORDS, 0
         for number, (spec, one, x, momentum) in enumerate(zip(plan.specs, plan.plans, tensors, momenta, strict=True)):
-            survey = kernels.survey(x, one, momentum) if one.is_variable else None
-            entries = one.entries if survey is None else int(survey.counts.sum())
-            layout = plan_layout(one, entries) if one.exact else plan.layouts[number]
-            writer = self._writer_at(position, one, layout) if plan.exact else self._writers[number]
-            if not writer.encode_(x, draw_for(one, step, spec.name), momentum, survey):
+            threshold = kernels.find_threshold(x, one, momentum) if one.is_variable else None
+            entries = one.entries if threshold is None else int(threshold.counts.sum())
+            layout = plan_layout(one, entries) if one.variable_length else plan.layouts[number]
+            writer = self._writer_at(position, one, layout) if plan.variable_length else self._writers[number]
+            if not writer.encode_(x, sample_key_for(one, step, spec.name), momentum, threshold):
                 raise NonFiniteError(
                     f"the state kept for {spec.name} holds NaN or infinity, and states of this bucket have changed: "
                     f"zero them all, or load them from a checkpoint."
@@ -63,7 +63,7 @@ class Encoder:
     def mark_nonfinite_(self, *, step: int, sequence: int) -> int:
         """Fill the buffer with the mark of a sender that has nonfinite values; return how many bytes are used."""
         check_numbers(step, sequence)
-        end = HEADER_NWORDS if self._plan.exact else self._plan.nwords
+        end = HEADER_NWORDS if self._plan.variable_length else self._plan.nwords
         self._words[:end] = 0
         return self._close_(end, Header(self._plan.digest, step, sequence, 0, NONFINITE))
 

@@ -26,8 +26,8 @@ _TINY_NUMEL = 64
 class BufferPlan:
     """What follows from names, shapes, dtypes and compressor: equal on every rank, or ``digest`` tells.
 
-    ``nbytes`` is the length of every buffer or, of an ``exact`` plan, the greatest length of one; ``layouts`` are those
-    of payloads that are as long as they may get.
+    ``nbytes`` is the length of every buffer or, of a plan of variable length, the greatest; ``layouts`` are those of
+    payloads that are as long as they may get.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -37,9 +37,9 @@ class BufferPlan:
     digest: int
 
     @cached_property
-    def exact(self) -> bool:
+    def variable_length(self) -> bool:
         """Whether buffers are as long as what they hold, so that lengths must be exchanged."""
-        return any(plan.exact for plan in self.plans)
+        return any(plan.variable_length for plan in self.plans)
 
     @cached_property
     def nwords(self) -> int:
@@ -53,14 +53,14 @@ class BufferPlan:
         return tuple(ends)[:-1]
 
     @cached_property
-    def varies(self) -> bool:
+    def is_variable(self) -> bool:
         """Whether the number of entries depends on the data."""
         return any(plan.is_variable for plan in self.plans)
 
     @cached_property
     def count(self) -> int:
         """Entries in a buffer; -1 if it depends on the data."""
-        return -1 if self.varies else sum(plan.entries for plan in self.plans)
+        return -1 if self.is_variable else sum(plan.entries for plan in self.plans)
 
 
 def plan_buffer(specs: Sequence[TensorSpec], compressor: Compressor) -> BufferPlan:
@@ -102,19 +102,37 @@ def plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
         )
     if is_dense(plan):
         return plan
-    # How long an exact payload gets is known only afterwards; a tiny tensor's is judged by its greatest length.
-    entries = 0 if plan.exact and plan.cols * plan.rows > _TINY_NUMEL else plan.entries
+    # A variable length is known only afterwards; a tiny tensor's payload is judged by its greatest length.
+    entries = 0 if plan.variable_length and plan.cols * plan.rows > _TINY_NUMEL else plan.entries
     return plan if plan_layout(plan, entries).nwords <= plan_layout(whole, whole.entries).nwords else whole
 
 
 def is_dense(plan: TensorPlan) -> bool:
     """Return whether a plan sends every element as a float: in a dtype that was asked for, so none replaces it."""
-    return plan.selection is Selection.EVERYTHING and not plan.transformed and not plan.values.scales
+    return plan.selection is Selection.EVERYTHING and not plan.transformed and not plan.values.format.scales
 
 
 def _digest(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> int:
-    text = repr((VERSION, [(spec.name, spec.shape, str(spec.dtype)) for spec in specs], plans))
+    text = _digest_text(specs, plans)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _digest_text(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> str:
+    """Return the text of docs/wire.md that is hashed. It is a part of the format: names in it are not the classes'."""
+    tensors = [(spec.name, spec.shape, str(spec.dtype)) for spec in specs]
+    described = [_describe(plan) for plan in plans]
+    listed = f"({described[0]},)" if len(described) == 1 else f"({', '.join(described)})"
+    return f"({VERSION}, {tensors!r}, {listed})"
+
+
+def _describe(plan: TensorPlan) -> str:
+    return (
+        f"TensorPlan(rows={plan.rows!r}, cols={plan.cols!r}, chunk_rows={plan.chunk_rows!r}, "
+        f"chunk_cols={plan.chunk_cols!r}, transformed={plan.transformed!r}, "
+        f"selection=<Selection.{plan.selection.name}: {int(plan.selection)}>, keep={plan.k!r}, "
+        f"values=<ValueCode.{plan.values.name}: {int(plan.values)}>, tau={plan.tau!r}, seed={plan.seed!r}, "
+        f"exact={plan.variable_length!r})"
+    )
 
 
 def aligned(nwords: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from flexcomm.errors import InvalidTensorError, WireError
-from flexcomm.kernels import Fault, IndexCode, Kernels, Layout, Payload, Selection, TensorPlan
+from flexcomm.kernels import IndexCode, Kernels, Layout, Payload, PayloadError, TensorPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,10 +54,10 @@ _WORD_BITS = 8 * WORD_NBYTES
 _SCALE_BITS = 16
 _CHECKSUM_WORD = 12
 _LOW32 = (1 << 32) - 1
-_FAULTS = {
-    Fault.INDEX: ("indices", "they leave the chunk, repeat, do not increase, or are not as many as announced"),
-    Fault.SCALE: ("scales", "one is negative or not finite"),
-    Fault.VALUE: ("values", "one is not finite"),
+_ERRORS = {
+    PayloadError.INDEX: ("indices", "they leave the chunk, repeat, do not increase, or are not as many as announced"),
+    PayloadError.SCALE: ("scales", "one is negative or not finite"),
+    PayloadError.VALUE: ("values", "one is not finite"),
 }
 ENCODED_WRONG = (
     "The checksum fits, so it was sent like that: run flexcomm.testing.check_kernels there, or look at its memory."
@@ -94,8 +94,8 @@ def plan_layout(plan: TensorPlan, entries: int) -> Layout:
     counts_bits = plan.chunks * plan.chunk_numel.bit_length() if plan.is_variable else 0
     indices = _words(counts_bits)
     scales = indices + _words(entries * entry_bits + plan.chunks * chunk_bits)
-    values = scales + _words(plan.chunks * plan.values.scales * _SCALE_BITS)
-    nwords = values + _words(entries * plan.values.bits)
+    values = scales + _words(plan.chunks * plan.values.format.scales * _SCALE_BITS)
+    nwords = values + _words(entries * plan.values.format.bits)
     return Layout(code, low_bits, entry_bits, chunk_bits, indices, scales, values, nwords)
 
 
@@ -109,8 +109,7 @@ class _IndexCoding(NamedTuple):
 def _choose_index_code(plan: TensorPlan, entries: int) -> _IndexCoding:
     """Return the shortest code for the indices; every one is as long for any indices, given how many there are."""
     length = plan.chunk_numel
-    sent = plan.selection in (Selection.LARGEST, Selection.ABOVE)
-    if not sent or (plan.keep == length and not plan.is_variable):
+    if not plan.sends_indices:
         return _IndexCoding(IndexCode.NONE, 0, 0, 0)
     width = max(1, (length - 1).bit_length())
     codings = [
@@ -315,11 +314,11 @@ def find_payload(
     ``start`` counts from the region; ``full`` is the layout of a payload as long as it may get.
     """
     here, counts = region.start + start, None
-    layout = plan_layout(plan, 0) if plan.exact else full
+    layout = plan_layout(plan, 0) if plan.variable_length else full
     _check_room(region, start, layout.nwords)
     if plan.is_variable:
         counts = _read_counts(words, region, here, plan, kernels)
-        layout = plan_layout(plan, int(counts.sum())) if plan.exact else full
+        layout = plan_layout(plan, int(counts.sum())) if plan.variable_length else full
         _check_room(region, start, layout.nwords)
     payload = Payload(here, layout, counts)
     check_payload(words, region, payload, plan, kernels)
@@ -328,9 +327,9 @@ def find_payload(
 
 def check_payload(words: Tensor, region: Region, payload: Payload, plan: TensorPlan, kernels: Kernels) -> None:
     """Raise if something in a payload, whose place is known, cannot be."""
-    fault = kernels.find_fault(words, payload, plan)
-    if fault:
-        field, problem = _FAULTS[fault]
+    error = kernels.find_error(words, payload, plan)
+    if error:
+        field, problem = _ERRORS[error]
         raise WireError(region.sender, field, f"{problem}. {ENCODED_WRONG}")
 
 
@@ -341,10 +340,10 @@ def _read_counts(words: Tensor, region: Region, start: int, plan: TensorPlan, ke
         raise WireError(region.sender, "counts", f"{problem} {ENCODED_WRONG}")
     entries = int(counts.sum())
     _require(
-        entries <= plan.keep,
+        entries <= plan.k,
         region.sender,
         "counts",
-        f"they add up to {entries} entries, but at most {plan.keep} can be sent. {ENCODED_WRONG}",
+        f"they add up to {entries} entries, but at most {plan.k} can be sent. {ENCODED_WRONG}",
     )
     return counts
 

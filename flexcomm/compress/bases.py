@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from flexcomm.compress.settings import Settings, rule
 
@@ -36,6 +36,21 @@ class Cut(NamedTuple):
         return -(-self.rows // self.chunk_rows) * -(-self.cols // self.chunk_cols)
 
 
+@dataclass(frozen=True)
+class Basis(Settings):
+    """Coordinates of a tensor, cut into chunks; a base for frozen dataclasses."""
+
+    transformed: ClassVar[bool]
+
+    def most_in_a_chunk(self) -> int:
+        """Return how many coefficients a chunk holds at most."""
+        raise NotImplementedError
+
+    def cut(self, shape: tuple[int, ...]) -> Cut:
+        """Return how a tensor of this shape is cut into chunks."""
+        raise NotImplementedError
+
+
 _FLAT_CHUNK = rule(
     int, f"a whole number from 2 to {_LARGEST_FLAT_CHUNK}", lambda chunk: 2 <= chunk <= _LARGEST_FLAT_CHUNK
 )
@@ -52,7 +67,7 @@ def _odd_part(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Identity(Settings):
+class Identity(Basis):
     """The elements themselves, flattened, in chunks of nearly equal length, none longer than ``chunk``."""
 
     chunk: int = field(default=4096, metadata=_FLAT_CHUNK)
@@ -68,7 +83,7 @@ class Identity(Settings):
 
 
 @dataclass(frozen=True)
-class Dct(Settings):
+class Dct(Basis):
     """The orthonormal DCT-II of chunks of ``chunk x chunk``; of ``chunk``, if the tensor has fewer than two dims.
 
     Leading dims are folded into the rows. A dim that is shorter than the chunk is not padded to all of it, but to the
@@ -90,6 +105,3 @@ class Dct(Settings):
 
     def _side(self, length: int) -> int:
         return min(self.chunk, 1 << max(0, length - 1).bit_length())
-
-
-Basis = Identity | Dct

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, NamedTuple, Protocol, get_args
 
 import torch
 
 from flexcomm.compress.bases import Basis
-from flexcomm.compress.selectors import RandomK, Selector, Threshold, TopK
+from flexcomm.compress.selectors import Selector, TopK
 from flexcomm.errors import CompressorError
-from flexcomm.kernels import NO_DRAW, Draw, Selection, TensorPlan, ValueCode
+from flexcomm.kernels import NO_SAMPLE_KEY, SampleKey, TensorPlan, ValueCode, ValueName
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from flexcomm.compress.settings import Settings
 
-__all__ = ["Compressor", "Pipeline", "TensorSpec", "ValueName", "draw_for"]
+__all__ = ["Compressor", "Pipeline", "TensorSpec", "ValueName", "sample_key_for"]
 
-ValueName = Literal["fp32", "bf16", "fp16", "int8", "sign", "sign2", "native"]
-"""How a sent coefficient is written. ``native``: as the tensor's own dtype is, float64 as float32."""
-
-NATIVE = {
-    torch.float64: ValueCode.FP32,
-    torch.float32: ValueCode.FP32,
-    torch.bfloat16: ValueCode.BF16,
-    torch.float16: ValueCode.FP16,
-}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Of tensors that can be compressed."""
 
 
 class TensorSpec(NamedTuple):
@@ -78,8 +67,8 @@ class Pipeline:
     values: ValueName = "bf16"
 
     def __post_init__(self) -> None:
-        wrong = _complaints_of("basis", self.basis, get_args(Basis))
-        wrong += _complaints_of("selector", self.selector, get_args(Selector))
+        wrong = _complaints_of("basis", self.basis, Basis)
+        wrong += _complaints_of("selector", self.selector, Selector)
         if not wrong and isinstance(self.selector, TopK) and self.selector.k > self.basis.most_in_a_chunk():
             most = self.basis.most_in_a_chunk()
             wrong.append(f"k is {self.selector.k}, but a chunk of {self.basis} holds no more than {most}")
@@ -90,9 +79,9 @@ class Pipeline:
 
     def plan(self, tensor: TensorSpec) -> TensorPlan:
         """Return what is sent of the tensor."""
-        if tensor.dtype not in NATIVE:
+        if tensor.dtype not in DTYPES:
             raise CompressorError(
-                f"{tensor.name!r} is {tensor.dtype}, but only {', '.join(str(dtype) for dtype in NATIVE)} can be "
+                f"{tensor.name!r} is {tensor.dtype}, but only {', '.join(str(dtype) for dtype in DTYPES)} can be "
                 f"compressed. Convert it, or leave it out."
             )
         cut = self.basis.cut(tensor.shape)
@@ -100,34 +89,29 @@ class Pipeline:
         return TensorPlan(
             *cut,
             transformed=self.basis.transformed,
-            selection=selector.kind,
-            keep=selector.keep(cut),
-            values=NATIVE[tensor.dtype] if self.values == "native" else ValueCode[self.values.upper()],
-            tau=selector.tau if isinstance(selector, Threshold) else 0.0,
-            seed=selector.seed if isinstance(selector, RandomK) else 0,
-            exact=isinstance(selector, Threshold) and selector.capacity is None,
+            selection=selector.selection,
+            k=selector.choose_k(cut),
+            values=ValueCode.of(tensor.dtype) if self.values == "native" else ValueCode[self.values.upper()],
+            tau=selector.tau,
+            seed=selector.seed,
+            variable_length=selector.variable_length,
         )
 
 
-def _complaints_of(name: str, part: object, kinds: tuple[type[Settings], ...]) -> list[str]:
-    if isinstance(part, kinds):
+def _complaints_of(name: str, part: object, base: type[Settings]) -> list[str]:
+    if isinstance(part, base):
         return part.complaints()
-    return [f"{name} is {part!r}, but must be one of {', '.join(kind.__name__ for kind in kinds)}"]
+    kinds = ", ".join(kind.__name__ for kind in _leaves_of(base))
+    return [f"{name} is {part!r}, but must be one of {kinds}"]
 
 
-def draw_for(plan: TensorPlan, step: int, name: str) -> Draw:
+def _leaves_of(base: type[Settings]) -> list[type[Settings]]:
+    children = base.__subclasses__()
+    return [leaf for child in children for leaf in _leaves_of(child)] if children else [base]
+
+
+def sample_key_for(plan: TensorPlan, step: int, name: str) -> SampleKey:
     """Return what a shared selection depends on at this step; a function of (seed, step, name) and nothing else."""
+    make_key = plan.selection.rule.sample_key
     # numpy's integers print their type, and what is printed is hashed.
-    step = int(step)
-    if plan.selection is Selection.STRIDED:
-        return Draw(0, step % plan.chunk_numel)
-    if plan.selection is not Selection.SHUFFLED:
-        return NO_DRAW
-    turns = -(-plan.chunk_numel // plan.keep)
-    deal, turn = divmod(step, turns)
-    return Draw(_hash32((plan.seed, name, deal)), turn * plan.keep % plan.chunk_numel)
-
-
-@lru_cache(maxsize=4096)
-def _hash32(key: Hashable) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
+    return NO_SAMPLE_KEY if make_key is None else make_key(plan, int(step), name)

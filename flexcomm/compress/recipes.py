@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from flexcomm.compress.bases import Dct, Identity
-from flexcomm.compress.pipeline import NATIVE, Pipeline, ValueName
+from flexcomm.compress.pipeline import DTYPES, Pipeline, ValueName
 from flexcomm.compress.selectors import Everything, RandomK, Striding, Threshold, TopK, TopRate
 from flexcomm.errors import CompressorError
+from flexcomm.kernels import ValueCode
 
 if TYPE_CHECKING:
     import torch
@@ -124,10 +125,10 @@ def dense(dtype: torch.dtype | None = None, values: ValueName = "native") -> Pip
     """
     if dtype is None:
         return Pipeline(Identity(), Everything(), values)
-    if dtype not in tuple(NATIVE) or values != "native":
+    if dtype not in DTYPES or values != "native":
         raise CompressorError(
-            f"dense cannot send as dtype={dtype!r} with values={values!r}: give one of {', '.join(map(str, NATIVE))} "
+            f"dense cannot send as dtype={dtype!r} with values={values!r}: give one of {', '.join(map(str, DTYPES))} "
             f"as dtype, or values alone."
         )
-    names: dict[str, ValueName] = {"FP32": "fp32", "BF16": "bf16", "FP16": "fp16"}
-    return Pipeline(Identity(), Everything(), names[NATIVE[dtype].name])
+    # A cast: the names of the codes are the members of ValueName, which a test holds.
+    return Pipeline(Identity(), Everything(), cast("ValueName", ValueCode.of(dtype).name.lower()))

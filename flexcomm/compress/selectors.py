@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -26,33 +26,56 @@ _TAU = rule(
 
 
 @dataclass(frozen=True)
-class Everything(Settings):
+class Selector(Settings):
+    """Settings that say which coefficients of a chunk are sent; a base for frozen dataclasses.
+
+    Attributes:
+        selection: how the kernels select.
+        tau, seed, variable_length: what the plan's fields of the same names are; settings of those that have them.
+
+    """
+
+    selection: ClassVar[Selection]
+    tau = 0.0
+    seed = 0
+
+    @property
+    def variable_length(self) -> bool:
+        return False
+
+    def choose_k(self, cut: Cut) -> int:
+        """Return the plan's ``k`` for a tensor that is cut like this."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Everything(Selector):
     """All of them."""
 
-    kind = Selection.EVERYTHING
+    selection = Selection.EVERYTHING
 
-    def keep(self, cut: Cut) -> int:
+    def choose_k(self, cut: Cut) -> int:
         return cut.chunk_numel
 
 
 @dataclass(frozen=True)
-class TopK(Settings):
+class TopK(Selector):
     """The ``k`` of largest magnitude of every chunk, or all of a chunk that holds fewer; of equals, the first."""
 
     k: int = field(metadata=_POSITIVE)
-    kind = Selection.LARGEST
+    selection = Selection.LARGEST
 
-    def keep(self, cut: Cut) -> int:
+    def choose_k(self, cut: Cut) -> int:
         return min(self.k, cut.chunk_numel)
 
 
 @dataclass(frozen=True)
-class _Rated(Settings):
+class _Rated(Selector):
     """A share of every chunk: the nearest number, at least one."""
 
     rate: float = field(metadata=SHARE)
 
-    def keep(self, cut: Cut) -> int:
+    def choose_k(self, cut: Cut) -> int:
         return _share(self.rate, cut.chunk_numel)
 
 
@@ -60,7 +83,7 @@ class _Rated(Settings):
 class TopRate(_Rated):
     """The share ``rate`` of every chunk that is of largest magnitude, at least one; of equals, the first."""
 
-    kind = Selection.LARGEST
+    selection = Selection.LARGEST
 
 
 @dataclass(frozen=True)
@@ -72,7 +95,7 @@ class RandomK(_Rated):
     """
 
     seed: int = field(default=0, metadata=WHOLE)
-    kind = Selection.SHUFFLED
+    selection = Selection.SHUFFLED
 
 
 @dataclass(frozen=True)
@@ -82,11 +105,11 @@ class Striding(_Rated):
     Gaps are never longer than one over the rate, rounded up, so every coefficient is sent within so many steps.
     """
 
-    kind = Selection.STRIDED
+    selection = Selection.STRIDED
 
 
 @dataclass(frozen=True)
-class Threshold(Settings):
+class Threshold(Selector):
     """Every coefficient whose magnitude reaches ``tau``: as many as there are.
 
     At most the share ``capacity`` of the tensor is sent: if more reach ``tau``, the largest are, of those about as
@@ -96,14 +119,15 @@ class Threshold(Settings):
 
     tau: float = field(metadata=_TAU)
     capacity: float | None = field(default=1 / 16, metadata=_CAPACITY)
-    kind = Selection.ABOVE
+    selection = Selection.ABOVE
 
-    def keep(self, cut: Cut) -> int:
+    @property
+    def variable_length(self) -> bool:
+        return self.capacity is None
+
+    def choose_k(self, cut: Cut) -> int:
         whole = cut.chunks * cut.chunk_numel
         return whole if self.capacity is None else _share(self.capacity, whole)
-
-
-Selector = Everything | TopK | TopRate | RandomK | Striding | Threshold
 
 
 def _share(rate: float, count: int) -> int:

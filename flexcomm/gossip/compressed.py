@@ -21,7 +21,7 @@ from flexcomm.compress import TensorSpec
 from flexcomm.errors import CompressorError, InvalidArgumentError, NonFiniteError
 from flexcomm.gossip.letters import swap
 from flexcomm.gossip.trip import Joined, Trip
-from flexcomm.kernels import Momentum, Selection, ValueCode
+from flexcomm.kernels import Momentum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["MixResiduals", "choose_gamma", "cross_compressed", "spelled_out"]
 
 _MOST_COARSE = 0.9
+_FEW_MAGNITUDES = 4
 _LARGE = {False: (1 << 22,), True: (1 << 11, 1 << 11)}
 """Tensors on which a compressor shows the share it sends, flat or not."""
 
@@ -124,12 +125,12 @@ def choose_gamma(compressor: Compressor, dims: Iterable[int], asked: float | Non
 
 
 def _check_kept(compressor: Compressor, plans: list[TensorPlan]) -> None:
-    if any(one.exact for one in plans):
+    if any(one.variable_length for one in plans):
         raise CompressorError(
             f"{compressor} sends payloads of any length, but letters are of one length: give threshold a capacity, or "
             f"use top_k."
         )
-    if any(one.values is ValueCode.SIGN for one in plans):
+    if any(one.values.format.magnitudes == 1 for one in plans):
         raise CompressorError(
             f"{compressor} sends one magnitude for a chunk: what nodes differ in gathers in few elements, and mixing "
             f"diverges on some graphs after hundreds of rounds. Use values='sign2' or 'int8'."
@@ -143,9 +144,10 @@ def _share_of(plan: TensorPlan) -> float:
 
 def _most_of(plan: TensorPlan) -> float:
     """Return the largest step size that is known to converge."""
-    share, drawn = _share_of(plan), plan.selection in (Selection.SHUFFLED, Selection.STRIDED)
+    share, drawn = _share_of(plan), plan.selection.rule.sample_key is not None
+    coarse = plan.values.format.magnitudes is not None and plan.values.format.magnitudes <= _FEW_MAGNITUDES
     most = 1.0 if share == 1.0 else share * (1.0 if drawn else 2.0)
-    return min(most, _MOST_COARSE if plan.values is ValueCode.SIGN2 or share < 1.0 else 1.0)
+    return min(most, _MOST_COARSE if coarse or share < 1.0 else 1.0)
 
 
 def spelled_out(turn: Turn, node: int) -> Turn:

@@ -16,15 +16,24 @@ from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels.base import (
     LARGEST_MAGNITUDE,
     Average,
-    Fault,
     Kernels,
     Momentum,
     Payload,
+    PayloadError,
     Reader,
-    Survey,
+    ThresholdCounts,
     Writer,
 )
-from flexcomm.kernels.plan import NO_DRAW, Draw, IndexCode, Layout, Selection, TensorPlan, ValueCode
+from flexcomm.kernels.plan import (
+    NO_SAMPLE_KEY,
+    IndexCode,
+    Layout,
+    SampleKey,
+    Selection,
+    TensorPlan,
+    ValueCode,
+    ValueName,
+)
 from flexcomm.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -33,21 +42,22 @@ if TYPE_CHECKING:
 __all__ = [
     "KERNELS_VARIABLE",
     "LARGEST_MAGNITUDE",
-    "NO_DRAW",
+    "NO_SAMPLE_KEY",
     "Average",
-    "Draw",
-    "Fault",
     "IndexCode",
     "Kernels",
     "Layout",
     "Momentum",
     "Payload",
+    "PayloadError",
     "Reader",
     "ReferenceKernels",
+    "SampleKey",
     "Selection",
-    "Survey",
     "TensorPlan",
+    "ThresholdCounts",
     "ValueCode",
+    "ValueName",
     "Writer",
     "choose_kernels",
 ]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.kernels.base import Momentum, Payload, Survey
-from flexcomm.kernels.plan import NO_DRAW, IndexCode, Layout, Selection, TensorPlan, ValueCode
+from flexcomm.kernels.base import Momentum, Payload, ThresholdCounts
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, IndexCode, Layout, Selection, TensorPlan, ValueCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,28 +27,28 @@ _LAYOUT = Layout(IndexCode.BITMAP, 0, 0, _LENGTH, indices=1, scales=2, values=2,
 
 
 def _encode(kernels: CpuKernels) -> None:
-    survey = Survey(torch.tensor([_LENGTH - 1]), 0)
+    threshold = ThresholdCounts(torch.tensor([_LENGTH - 1]), 0)
     words = torch.zeros(_LAYOUT.nwords, dtype=torch.int32)
-    kernels.encode_(torch.ones(_LENGTH), words, _VARIABLE, _LAYOUT, NO_DRAW, Momentum(), survey)
+    kernels.encode_(torch.ones(_LENGTH), words, _VARIABLE, _LAYOUT, NO_SAMPLE_KEY, Momentum(), threshold)
 
 
 def _decode(kernels: CpuKernels) -> None:
-    kernels.reader(_words(), [Payload(0, _LAYOUT)], _PLAN).decode_(NO_DRAW, "nodes", torch.empty(_LENGTH))
+    kernels.reader(_words(), [Payload(0, _LAYOUT)], _PLAN).decode_(NO_SAMPLE_KEY, "nodes", torch.empty(_LENGTH))
 
 
-def _survey(kernels: CpuKernels) -> None:
-    kernels.survey(torch.ones(_LENGTH), _VARIABLE, Momentum())
+def _find_threshold(kernels: CpuKernels) -> None:
+    kernels.find_threshold(torch.ones(_LENGTH), _VARIABLE, Momentum())
 
 
-def _find_fault(kernels: CpuKernels) -> None:
-    kernels.find_fault(_words(), Payload(0, _LAYOUT), _PLAN)
+def _find_error(kernels: CpuKernels) -> None:
+    kernels.find_error(_words(), Payload(0, _LAYOUT), _PLAN)
 
 
 def _check(kernels: CpuKernels) -> None:
     kernels.checksum(_words(), 0)
     kernels.read_counts(_words(), _VARIABLE, 0)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        kernels.is_fit(torch.ones(_LENGTH, dtype=dtype))
+        kernels.is_finite(torch.ones(_LENGTH, dtype=dtype))
 
 
 def _mix(kernels: CpuKernels) -> None:
@@ -65,9 +65,9 @@ def _words() -> torch.Tensor:
 CALLS: dict[str, Callable[[CpuKernels], None]] = {
     "encode": _encode,
     "decode": _decode,
-    "survey": _survey,
+    "find_threshold": _find_threshold,
     "mix": _mix,
-    "find_fault": _find_fault,
+    "find_error": _find_error,
     "check": _check,
 }
 """By name, those that take longest to compile first."""

@@ -10,9 +10,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
 
-__all__ = ["LARGEST_MAGNITUDE", "Average", "Fault", "Kernels", "Momentum", "Payload", "Reader", "Survey", "Writer"]
+__all__ = [
+    "LARGEST_MAGNITUDE",
+    "Average",
+    "Kernels",
+    "Momentum",
+    "Payload",
+    "PayloadError",
+    "Reader",
+    "ThresholdCounts",
+    "Writer",
+]
 
 Average = Literal["nodes", "contributors"]
 """Divide a sum by the number of payloads, or by the number of those that sent the coefficient."""
@@ -21,7 +31,7 @@ LARGEST_MAGNITUDE = 2.0**100
 """Elements stay below this. A transform of up to 2**24 of them multiplies by at most 2**12, so no sum overflows."""
 
 
-class Fault(IntEnum):
+class PayloadError(IntEnum):
     """What is wrong with a payload."""
 
     NONE = 0
@@ -44,7 +54,7 @@ class Momentum(NamedTuple):
     alpha: float = 1.0
 
 
-class Survey(NamedTuple):
+class ThresholdCounts(NamedTuple):
     """What a variable selection will send: entries of each chunk (int64), of those that reach the threshold.
 
     Where more of a chunk reach it than are counted, the last of the threshold's own bin stay. The threshold is given
@@ -66,7 +76,9 @@ class Payload(NamedTuple):
 class Writer(Protocol):
     """The place of a payload that is written again and again."""
 
-    def encode_(self, x: Tensor, draw: Draw, momentum: Momentum, survey: Survey | None = None) -> bool:
+    def encode_(
+        self, x: Tensor, sample_key: SampleKey, momentum: Momentum, threshold: ThresholdCounts | None = None
+    ) -> bool:
         """Do what :meth:`Kernels.encode_` does."""
         ...
 
@@ -74,11 +86,11 @@ class Writer(Protocol):
 class Reader(Protocol):
     """The places of several senders' payloads of one tensor, which are read again and again."""
 
-    def find_fault(self) -> Fault:
-        """Return what :meth:`Kernels.find_fault` finds in any of them; of several faults, the first."""
+    def find_error(self) -> PayloadError:
+        """Return what :meth:`Kernels.find_error` finds in any of them; of several errors, the first."""
         ...
 
-    def decode_(self, draw: Draw, average: Average, out: Tensor) -> None:
+    def decode_(self, sample_key: SampleKey, average: Average, out: Tensor) -> None:
         """Do what :meth:`Kernels.decode_` does."""
         ...
 
@@ -94,14 +106,14 @@ class Kernels(Protocol):
         """Return the name people force it by."""
         ...
 
-    def is_fit(self, x: Tensor) -> bool:
-        """Return whether every element is finite and below ``LARGEST_MAGNITUDE``."""
+    def is_finite(self, x: Tensor) -> bool:
+        """Return whether every element is finite, its magnitude below ``LARGEST_MAGNITUDE``."""
         ...
 
-    def survey(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> Survey:
+    def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
         """Return what ``plan``, a variable one, will send of ``x``.
 
-        If more than ``plan.keep`` reach its threshold, the threshold rises to the bin at which ``plan.keep`` are
+        If more than ``plan.k`` reach its threshold, the threshold rises to the bin at which ``plan.k`` are
         exceeded; of that bin so many are sent as there is room for, those of the first chunks and lowest indices.
         """
         ...
@@ -112,14 +124,14 @@ class Kernels(Protocol):
         words: Tensor,
         plan: TensorPlan,
         layout: Layout,
-        draw: Draw,
+        sample_key: SampleKey,
         momentum: Momentum,
-        survey: Survey | None = None,
+        threshold: ThresholdCounts | None = None,
     ) -> bool:
         """Fill ``words`` with the payload and move what it holds out of the state.
 
         Keeps ``decay * state + gain * coefficients == alpha * decoded + next_state``. False if something sent is not
-        finite, which happens for a fit ``x`` only if the state was broken before.
+        finite, which happens for a finite ``x`` only if the state was broken before.
         """
         ...
 
@@ -134,8 +146,8 @@ class Kernels(Protocol):
         """Return the counts (int64) at the start of a variable payload; None if one exceeds a chunk."""
         ...
 
-    def find_fault(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Fault:
-        """Return what is wrong with a payload; of several faults, the first of the enumeration.
+    def find_error(self, words: Tensor, payload: Payload, plan: TensorPlan) -> PayloadError:
+        """Return what is wrong with a payload; of several errors, the first of the enumeration.
 
         Indices that do not increase, leave the chunk or are not as many as counted; scales that are negative or not
         finite; values that are not finite.
@@ -147,7 +159,7 @@ class Kernels(Protocol):
         words: Tensor,
         payloads: Sequence[Payload],
         plan: TensorPlan,
-        draw: Draw,
+        sample_key: SampleKey,
         average: Average,
         out: Tensor,
     ) -> None:

@@ -28,24 +28,24 @@ def threshold_bits(tau: float) -> int:
     return int(torch.tensor(tau, dtype=torch.float32).abs().view(torch.int32))
 
 
-def raise_threshold(bins: Tensor, tau_bits: int, keep: int) -> Raised:
-    """Return the lowest edge of a bin, above the threshold, that at most ``keep`` magnitudes reach, and the bin below.
+def raise_threshold(bins: Tensor, tau_bits: int, k: int) -> Raised:
+    """Return the lowest edge of a bin, above the threshold, that at most ``k`` magnitudes reach, and the bin below.
 
     ``bins[b]`` counts the magnitudes of bin ``b``; bins up to the threshold's own need not be right.
     """
     first = (tau_bits >> BIN_SHIFT) + 1
     reaching = bins[first:].flip(0).cumsum(0).flip(0)
-    edge = first + int((reaching > keep).sum())
+    edge = first + int((reaching > k).sum())
     return Raised(max(tau_bits, (edge - 1) << BIN_SHIFT), edge << BIN_SHIFT)
 
 
-def fill_up(low: Tensor, high: Tensor, keep: int) -> Tensor:
-    """Return how many entries each chunk sends: those that reach the upper bound, and others until there are ``keep``.
+def fill_up(low: Tensor, high: Tensor, k: int) -> Tensor:
+    """Return how many entries each chunk sends: those that reach the upper bound, and others until there are ``k``.
 
     ``low`` and ``high`` count, for each chunk, what reaches either bound; chunks are filled in order.
     """
     between = low - high
-    room = keep - int(high.sum())
+    room = k - int(high.sum())
     return high + torch.minimum((room - entries_before(between)[:-1]).clamp(min=0), between)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexcomm.kernels.base import Average, Fault, Kernels, Momentum, Payload, Survey
+from flexcomm.kernels.base import Average, Kernels, Momentum, Payload, PayloadError, ThresholdCounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
 
 __all__ = ["PlainReader", "PlainWriter"]
 
@@ -22,8 +22,10 @@ class PlainWriter:
     def __init__(self, kernels: Kernels, words: Tensor, plan: TensorPlan, layout: Layout) -> None:
         self._kernels, self._words, self._plan, self._layout = kernels, words, plan, layout
 
-    def encode_(self, x: Tensor, draw: Draw, momentum: Momentum, survey: Survey | None = None) -> bool:
-        return self._kernels.encode_(x, self._words, self._plan, self._layout, draw, momentum, survey)
+    def encode_(
+        self, x: Tensor, sample_key: SampleKey, momentum: Momentum, threshold: ThresholdCounts | None = None
+    ) -> bool:
+        return self._kernels.encode_(x, self._words, self._plan, self._layout, sample_key, momentum, threshold)
 
 
 class PlainReader:
@@ -32,9 +34,9 @@ class PlainReader:
     def __init__(self, kernels: Kernels, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> None:
         self._kernels, self._words, self._payloads, self._plan = kernels, words, payloads, plan
 
-    def find_fault(self) -> Fault:
-        faults = [self._kernels.find_fault(self._words, payload, self._plan) for payload in self._payloads]
-        return min((fault for fault in faults if fault), default=Fault.NONE)
+    def find_error(self) -> PayloadError:
+        errors = [self._kernels.find_error(self._words, payload, self._plan) for payload in self._payloads]
+        return min((error for error in errors if error), default=PayloadError.NONE)
 
-    def decode_(self, draw: Draw, average: Average, out: Tensor) -> None:
-        self._kernels.decode_(self._words, self._payloads, self._plan, draw, average, out)
+    def decode_(self, sample_key: SampleKey, average: Average, out: Tensor) -> None:
+        self._kernels.decode_(self._words, self._payloads, self._plan, sample_key, average, out)

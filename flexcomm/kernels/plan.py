@@ -1,57 +1,201 @@
 """What kernels are told: the mathematics of one tensor (``TensorPlan``) and where its sections are (``Layout``).
 
 Both are plain numbers. ``flexcomm.compress`` makes the first, ``flexcomm.codec.wire`` the second; kernels know neither.
+
+``Selection`` and ``ValueCode`` are tables: a row for each member holds all that the rest of the library needs to know
+of it. Nothing outside the kernels asks which member it has.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
 
 from flexcomm.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from typing import Self
 
-__all__ = ["NO_DRAW", "Draw", "IndexCode", "Layout", "Selection", "TensorPlan", "ValueCode"]
+__all__ = [
+    "NO_SAMPLE_KEY",
+    "IndexCode",
+    "Layout",
+    "SampleKey",
+    "Selection",
+    "SelectionRule",
+    "TensorPlan",
+    "ValueCode",
+    "ValueFormat",
+    "ValueName",
+    "check_implemented",
+]
+
+
+class SampleKey(NamedTuple):
+    """What shared selections depend on beside the plan: a key all ranks derive alike, and where in the order we are."""
+
+    key: int
+    start: int
+
+
+NO_SAMPLE_KEY = SampleKey(0, 0)
+
+
+def _strided_key(plan: TensorPlan, step: int, name: str) -> SampleKey:
+    del name
+    return SampleKey(0, step % plan.chunk_numel)
+
+
+def _shuffled_key(plan: TensorPlan, step: int, name: str) -> SampleKey:
+    """Go through a shuffled order from its beginning to its end, then shuffle anew."""
+    rounds = -(-plan.chunk_numel // plan.k)
+    order, turn = divmod(step, rounds)
+    return SampleKey(_hash32((plan.seed, name, order)), turn * plan.k % plan.chunk_numel)
+
+
+@lru_cache(maxsize=4096)
+def _hash32(key: Hashable) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """The properties of a selection.
+
+    Args:
+        sends_indices: the payload says which coefficients it holds; else every rank derives the same ones.
+        needs_magnitudes: it depends on the coefficients; else on the plan and the sample key alone.
+        is_variable: the number of entries depends on the data, and payloads begin with the counts of their chunks.
+        has_independent_chunks: what is sent of a chunk depends on this chunk alone, so that a part of a tensor sends
+            what the whole would: ``two_phase`` needs that.
+        sample_key: the key of a step, as a function of plan, step and the tensor's name; None: it needs no key.
+
+    """
+
+    sends_indices: bool
+    needs_magnitudes: bool
+    is_variable: bool
+    has_independent_chunks: bool
+    sample_key: Callable[[TensorPlan, int, str], SampleKey] | None = None
 
 
 class Selection(IntEnum):
-    """Which coefficients of a chunk are sent."""
+    """Which coefficients of a chunk are sent. Numbers are those of ``codec.cu``; digests hold the names too."""
 
-    EVERYTHING = 0
-    LARGEST = 1
-    """the ``keep`` of largest magnitude; of equals, those of lowest index"""
-    ABOVE = 2
-    """every one whose magnitude reaches ``tau``, of all chunks together at most ``keep``"""
-    SHUFFLED = 3
-    """``keep`` of each chunk, in an order all ranks shuffle alike"""
-    STRIDED = 4
-    """``keep`` of each chunk, evenly spaced, moving on by one every step"""
+    rule: SelectionRule
+
+    def __new__(cls, number: int, rule: SelectionRule) -> Self:
+        member = int.__new__(cls, number)
+        member._value_, member.rule = number, rule
+        return member
+
+    EVERYTHING = (
+        0,
+        SelectionRule(sends_indices=False, needs_magnitudes=False, is_variable=False, has_independent_chunks=True),
+    )
+    LARGEST = (
+        1,
+        SelectionRule(sends_indices=True, needs_magnitudes=True, is_variable=False, has_independent_chunks=True),
+    )
+    """the ``k`` of largest magnitude; of equals, those of lowest index"""
+    ABOVE = (
+        2,
+        SelectionRule(sends_indices=True, needs_magnitudes=True, is_variable=True, has_independent_chunks=False),
+    )
+    """every one whose magnitude reaches ``tau``, of all chunks together at most ``k``"""
+    SHUFFLED = (
+        3,
+        SelectionRule(
+            sends_indices=False,
+            needs_magnitudes=False,
+            is_variable=False,
+            has_independent_chunks=False,
+            sample_key=_shuffled_key,
+        ),
+    )
+    """``k`` of each chunk, in an order all ranks shuffle alike"""
+    STRIDED = (
+        4,
+        SelectionRule(
+            sends_indices=False,
+            needs_magnitudes=False,
+            is_variable=False,
+            has_independent_chunks=False,
+            sample_key=_strided_key,
+        ),
+    )
+    """``k`` of each chunk, evenly spaced, moving on by one every step"""
+
+
+@dataclass(frozen=True)
+class ValueFormat:
+    """The properties of a value code.
+
+    Args:
+        bits: bits of an entry.
+        scales: 16-bit scales of a chunk.
+        sum_dtype: the dtype whose bits the entries are, so that ``reduce`` can add them; None: codes cannot be added.
+        nonfinite_mask: the bits that are all set in an entry that is not finite; 0: every entry is finite.
+        rounding: what writing a value rounds at most, as a share of its own magnitude, denormals aside; None: it
+            depends on the rest of its chunk.
+        chunk_rounding: the same as a share of the chunk's largest magnitude; None: no bound of use.
+        magnitudes: how many magnitudes the entries of one chunk can have; None: as many as a float has.
+
+    """
+
+    bits: int
+    scales: int = 0
+    sum_dtype: torch.dtype | None = None
+    nonfinite_mask: int = 0
+    rounding: float | None = None
+    chunk_rounding: float | None = None
+    magnitudes: int | None = None
 
 
 class ValueCode(IntEnum):
-    """How a sent coefficient is written."""
+    """How a sent coefficient is written. Numbers are those of ``codec.cu``; digests hold the names too."""
 
-    FP32 = 0
-    BF16 = 1
-    FP16 = 2
-    INT8 = 3
-    SIGN = 4
-    SIGN2 = 5
+    format: ValueFormat
 
-    @property
-    def bits(self) -> int:
-        """Bits an entry takes."""
-        return (32, 16, 16, 8, 1, 3)[self]
+    def __new__(cls, number: int, row: ValueFormat) -> Self:
+        member = int.__new__(cls, number)
+        member._value_, member.format = number, row
+        return member
 
-    @property
-    def scales(self) -> int:
-        """16-bit scales a chunk takes."""
-        return (0, 0, 0, 1, 1, 2)[self]
+    FP32 = 0, ValueFormat(32, sum_dtype=torch.float32, nonfinite_mask=0x7F800000, rounding=2.0**-24)
+    BF16 = 1, ValueFormat(16, sum_dtype=torch.bfloat16, nonfinite_mask=0x7F80, rounding=2.0**-8)
+    FP16 = 2, ValueFormat(16, sum_dtype=torch.float16, nonfinite_mask=0x7C00, rounding=2.0**-11)
+    INT8 = 3, ValueFormat(8, scales=1, chunk_rounding=1 / 253, magnitudes=128)
+    SIGN = 4, ValueFormat(1, scales=1, magnitudes=1)
+    SIGN2 = 5, ValueFormat(3, scales=2, magnitudes=4)
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> ValueCode:
+        """Return the code that writes a dtype as it is; float32, where there is none."""
+        return next((code for code in cls if code.format.sum_dtype is dtype), cls.FP32)
+
+
+ValueName = Literal["fp32", "bf16", "fp16", "int8", "sign", "sign2", "native"]
+"""The codes by name. ``native``: as the tensor's own dtype is, float64 as float32."""
+
+
+def check_implemented(
+    kernels: str, plan: TensorPlan, selections: Iterable[Selection], codes: Iterable[ValueCode]
+) -> None:
+    """Raise ``InvalidArgumentError`` unless a kernel set has the plan's selection and value code."""
+    for member, known in ((plan.selection, tuple(selections)), (plan.values, tuple(codes))):
+        if member not in known:
+            raise InvalidArgumentError(
+                f"the {kernels} kernels have no {member!r}, only {', '.join(one.name for one in known)}: add it to "
+                f"flexcomm/kernels/{kernels}/, or choose other kernels."
+            )
 
 
 class IndexCode(IntEnum):
@@ -68,8 +212,8 @@ class IndexCode(IntEnum):
 class TensorPlan:
     """A tensor seen as a ``[rows, cols]`` matrix, cut into chunks of ``[chunk_rows, chunk_cols]``, zeros at the rims.
 
-    ``keep`` counts entries of each chunk; for ``Selection.ABOVE`` those of all chunks together. ``exact`` says that
-    the payload is as long as what it holds, not as long as it may get.
+    ``k`` counts entries of each chunk; for a variable selection those of all chunks together. ``variable_length`` says
+    that the payload is as long as what it holds, not as long as it may get.
     """
 
     rows: int
@@ -78,11 +222,11 @@ class TensorPlan:
     chunk_cols: int
     transformed: bool
     selection: Selection
-    keep: int
+    k: int
     values: ValueCode
     tau: float = 0.0
     seed: int = 0
-    exact: bool = False
+    variable_length: bool = False
 
     def __post_init__(self) -> None:
         wrong = list(self._complaints())
@@ -96,16 +240,16 @@ class TensorPlan:
             yield "only transformed chunks of several rows can be cut from a matrix; see it as one row"
         if self.rows == 1 and self.chunk_rows != 1:
             yield "chunks of a matrix of one row have one row"
-        if self.keep < 1 and self.chunks > 0:
-            yield "keep is less than one"
-        if self.keep > self.chunk_numel and not self.is_variable:
-            yield "keep is more than a chunk holds"
-        if self.selection is Selection.EVERYTHING and self.keep != self.chunk_numel:
-            yield "keep is not everything"
+        if self.k < 1 and self.chunks > 0:
+            yield "k is less than one"
+        if self.k > self.chunk_numel and not self.is_variable:
+            yield "k is more than a chunk holds"
+        if self.selection is Selection.EVERYTHING and self.k != self.chunk_numel:
+            yield "k is not everything"
         if not self.tau >= 0:
             yield "tau is negative"
-        if self.exact and not self.is_variable:
-            yield "only a variable selection can be exact"
+        if self.variable_length and not self.is_variable:
+            yield "only the payload of a variable selection can be of variable length"
 
     @cached_property
     def chunk_numel(self) -> int:
@@ -135,7 +279,17 @@ class TensorPlan:
     @cached_property
     def is_variable(self) -> bool:
         """Whether the number of entries depends on the data."""
-        return self.selection is Selection.ABOVE
+        return self.selection.rule.is_variable
+
+    @cached_property
+    def sends_everything(self) -> bool:
+        """Whether every coefficient is sent, whatever the data."""
+        return self.k == self.chunk_numel and not self.is_variable
+
+    @cached_property
+    def sends_indices(self) -> bool:
+        """Whether payloads say which coefficients they hold; else every rank knows."""
+        return self.selection.rule.sends_indices and not self.sends_everything
 
     def scale(self, gain: float) -> float:
         """Return what the transform's results are multiplied by: it is orthonormal, its steps alone are not."""
@@ -144,7 +298,7 @@ class TensorPlan:
     @cached_property
     def entries(self) -> int:
         """How many entries a payload holds; for a variable one, at most."""
-        return self.keep if self.is_variable else self.chunks * self.keep
+        return self.k if self.is_variable else self.chunks * self.k
 
 
 @dataclass(frozen=True)
@@ -153,7 +307,7 @@ class Layout:
 
     Counts, if any, come first. The indices of a chunk begin at bit ``before * entry_bits + chunk * chunk_bits`` of
     their section, where ``before`` is the number of entries in the chunks before it; its values begin at bit
-    ``before * values.bits`` of theirs.
+    ``before * values.format.bits`` of theirs.
     """
 
     code: IndexCode
@@ -169,13 +323,3 @@ class Layout:
     def coding(self) -> tuple[int, int, int, int]:
         """How indices are written, as plain numbers."""
         return int(self.code), self.low_bits, self.entry_bits, self.chunk_bits
-
-
-class Draw(NamedTuple):
-    """What shared selections depend on beside the plan: a key all ranks derive alike, and where in the order we are."""
-
-    key: int
-    start: int
-
-
-NO_DRAW = Draw(0, 0)

@@ -181,9 +181,6 @@ def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
 
 
 _DIGEST_BITS = 64
-_DTYPES = {ValueCode.FP32: torch.float32, ValueCode.BF16: torch.bfloat16, ValueCode.FP16: torch.float16}
-_EXACT_COUNTS = {torch.float32: 1 << 24, torch.bfloat16: 1 << 8, torch.float16: 1 << 11}
-"""The largest count that each dtype adds up without rounding."""
 
 
 @dataclass(frozen=True)
@@ -252,22 +249,24 @@ def _digest_bits(ctx: BucketContext) -> Tensor:
 def can_reduce(plan: BufferPlan, nodes: int) -> bool:
     """Return whether every node sends the same coefficients, in one dtype that can count the nodes."""
     dtype = _value_dtype(plan)
-    return dtype is not None and nodes <= _EXACT_COUNTS[dtype] and all(map(_has_shared_indices, plan.plans))
+    # Up to 2 / eps a dtype counts without rounding.
+    can_count = dtype is not None and nodes <= 2 / torch.finfo(dtype).eps
+    return can_count and not any(one.sends_indices for one in plan.plans)
 
 
 def _value_dtype(plan: BufferPlan) -> torch.dtype | None:
     codes = {one.values for one in plan.plans} or {ValueCode.FP32}
-    return _DTYPES.get(codes.pop()) if len(codes) == 1 else None
-
-
-def _has_shared_indices(plan: TensorPlan) -> bool:
-    shared = plan.selection in (Selection.EVERYTHING, Selection.SHUFFLED, Selection.STRIDED)
-    return shared or (plan.selection is Selection.LARGEST and plan.keep == plan.chunk_numel)
+    return codes.pop().format.sum_dtype if len(codes) == 1 else None
 
 
 def dense_plan(plan: TensorPlan, dtype: torch.dtype) -> TensorPlan:
     """Return a plan that sends every coefficient, in the same coordinates."""
-    values = {torch.bfloat16: ValueCode.BF16, torch.float16: ValueCode.FP16}.get(dtype, ValueCode.FP32)
     return replace(
-        plan, selection=Selection.EVERYTHING, keep=plan.chunk_numel, values=values, tau=0.0, seed=0, exact=False
+        plan,
+        selection=Selection.EVERYTHING,
+        k=plan.chunk_numel,
+        values=ValueCode.of(dtype),
+        tau=0.0,
+        seed=0,
+        variable_length=False,
     )

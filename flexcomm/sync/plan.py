@@ -226,7 +226,7 @@ def _sent_bytes(
     """Return what a node sends by each algorithm that can carry this plan. ``dense`` sends everything."""
     others, share = nodes - 1, (nodes - 1) / nodes
     sent: dict[Algorithm, float] = {"dense": 2 * share * dense.nbytes}
-    if plan.exact:
+    if plan.variable_length:
         return sent | {"gatherv": others * plan.nbytes}
     sent |= {"gather": others * plan.nbytes, "gatherv": others * plan.nbytes}
     if can_reduce(plan, nodes):
@@ -238,7 +238,7 @@ def _sent_bytes(
 
 
 def _shortest(plan: BufferPlan, sent: dict[Algorithm, float]) -> Algorithm:
-    if plan.exact:
+    if plan.variable_length:
         return "gatherv"
     # Of equals the first: gathered buffers carry headers and checksums, sums do not.
     order: tuple[Algorithm, ...] = ("gather", "reduce", "two_phase", "dense")

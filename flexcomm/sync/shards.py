@@ -78,5 +78,5 @@ def make_shard(spec: TensorSpec, plan: TensorPlan, units: int, begin: int, end: 
         first_chunk = begin * plan.grid_cols
     if plan.is_variable:
         # By chunks, not by units: the last one may hold two rows of chunks.
-        part = replace(part, keep=-(-plan.keep * part.chunks // plan.chunks))
+        part = replace(part, k=-(-plan.k * part.chunks // plan.chunks))
     return TensorShard(TensorSpec(f"{spec.name}[{first}:{last}]", shape, spec.dtype), part, first, last, first_chunk)

@@ -85,9 +85,9 @@ def _plan_part(numbered: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
 
 def _union_plan(plan: TensorPlan, nodes: int) -> TensorPlan:
     """Return a plan that sends, in full precision, all coefficients that any node may have sent."""
-    keep = min(plan.keep * nodes, plan.chunk_numel)
-    selection = Selection.EVERYTHING if keep == plan.chunk_numel else Selection.LARGEST
-    return replace(plan, selection=selection, keep=keep, values=ValueCode.FP32)
+    k = min(plan.k * nodes, plan.chunk_numel)
+    selection = Selection.EVERYTHING if k == plan.chunk_numel else Selection.LARGEST
+    return replace(plan, selection=selection, k=k, values=ValueCode.FP32)
 
 
 def _flat_plan(plan: TensorPlan) -> TensorPlan:
@@ -98,7 +98,7 @@ def _flat_plan(plan: TensorPlan) -> TensorPlan:
 
 def can_take_two_phases(plan: BufferPlan) -> bool:
     """Return whether what is sent of a chunk depends on that chunk alone, so that parts send what wholes would."""
-    return all(one.selection in (Selection.LARGEST, Selection.EVERYTHING) for one in plan.plans)
+    return all(one.selection.rule.has_independent_chunks for one in plan.plans)
 
 
 class _Phases(NamedTuple):

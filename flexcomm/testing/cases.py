@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from flexcomm.codec.wire import plan_layout
-from flexcomm.kernels import Draw, IndexCode, Layout, Momentum, Selection, TensorPlan, ValueCode
+from flexcomm.kernels import IndexCode, Layout, Momentum, SampleKey, Selection, TensorPlan, ValueCode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,8 +71,8 @@ class Case:
     def layout(self, entries: int) -> Layout:
         return plan_layout(self.plan, entries) if self.code is None else layout_with(self.plan, entries, self.code)
 
-    def draw(self) -> Draw:
-        return Draw(0x9E3779B9 * (self.seed + 1) % (1 << 32), self.seed % self.plan.chunk_numel)
+    def sample_key(self) -> SampleKey:
+        return SampleKey(0x9E3779B9 * (self.seed + 1) % (1 << 32), self.seed % self.plan.chunk_numel)
 
     def x(self, sender: int = 0) -> Tensor:
         x = numbers(self.kind, self.shape, self.seed + 1000 * sender).to(self.dtype)
@@ -105,13 +105,13 @@ def sampled_cases(count: int, seed: int = 0) -> list[Case]:
         selection, values = pairs[number % len(pairs)]
         where = draw(GEOMETRIES)
         whole = TensorPlan(*where[1:], Selection.EVERYTHING, where.chunk_rows * where.chunk_cols, values)
-        if selection is Selection.ABOVE:
-            keep = max(1, draw((whole.entries, whole.entries // 2, whole.entries // 8, 1)))
-            tau, exact = draw((1e-6, 0.3, 1.0, 1e30)), draw((True, False))
-            plan = replace(whole, selection=selection, keep=keep, tau=tau, exact=exact)
+        if selection.rule.is_variable:
+            k = max(1, draw((whole.entries, whole.entries // 2, whole.entries // 8, 1)))
+            tau, variable_length = draw((1e-6, 0.3, 1.0, 1e30)), draw((True, False))
+            plan = replace(whole, selection=selection, k=k, tau=tau, variable_length=variable_length)
         else:
             share = 1 if selection is Selection.EVERYTHING else draw((1, 2, 7, 100))
-            plan = replace(whole, selection=selection, keep=max(1, whole.keep // share))
+            plan = replace(whole, selection=selection, k=max(1, whole.k // share))
         sends_indices = plan_layout(plan, plan.entries).code is not IndexCode.NONE
         code = draw((None, *list(IndexCode)[1:])) if sends_indices else None
         cases.append(

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flexcomm.codec.wire import plan_layout
-from flexcomm.kernels import NO_DRAW, Momentum, Payload, Selection, Survey, ValueCode
+from flexcomm.kernels import NO_SAMPLE_KEY, Momentum, Payload, Selection, ThresholdCounts, ValueCode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexcomm.kernels import Draw, Kernels, Layout, TensorPlan
+    from flexcomm.kernels import Kernels, Layout, SampleKey, TensorPlan
 
 __all__ = ["NO_MOMENTUM", "Sent", "coefficients_of", "elements_of", "encode", "everything_of", "sent_coefficients"]
 
@@ -26,7 +26,7 @@ class Sent(NamedTuple):
 
     words: Tensor
     payload: Payload
-    survey: Survey | None
+    threshold: ThresholdCounts | None
     is_finite: bool
 
 
@@ -34,23 +34,23 @@ def encode(
     kernels: Kernels,
     x: Tensor,
     plan: TensorPlan,
-    draw: Draw = NO_DRAW,
+    sample_key: SampleKey = NO_SAMPLE_KEY,
     momentum: Momentum = NO_MOMENTUM,
     layout: Layout | None = None,
 ) -> Sent:
     """Return the payload of ``x``; its words held garbage before, so a word that was forgotten shows."""
-    survey = kernels.survey(x, plan, momentum) if plan.is_variable else None
-    entries = int(survey.counts.sum()) if survey is not None and plan.exact else plan.entries
+    threshold = kernels.find_threshold(x, plan, momentum) if plan.is_variable else None
+    entries = int(threshold.counts.sum()) if threshold is not None and plan.variable_length else plan.entries
     layout = layout or plan_layout(plan, entries)
     words = torch.full((layout.nwords,), _GARBAGE, dtype=torch.int32, device=x.device)
-    is_finite = kernels.encode_(x, words, plan, layout, draw, momentum, survey)
-    return Sent(words, Payload(0, layout, survey and survey.counts), survey, is_finite)
+    is_finite = kernels.encode_(x, words, plan, layout, sample_key, momentum, threshold)
+    return Sent(words, Payload(0, layout, threshold and threshold.counts), threshold, is_finite)
 
 
-def sent_coefficients(kernels: Kernels, sent: Sent, plan: TensorPlan, draw: Draw = NO_DRAW) -> Tensor:
+def sent_coefficients(kernels: Kernels, sent: Sent, plan: TensorPlan, sample_key: SampleKey = NO_SAMPLE_KEY) -> Tensor:
     """Return the coefficients ``[chunks, chunk_numel]`` a payload carries, zero where it carries none."""
     found = torch.empty(plan.state_shape, device=sent.words.device)
-    kernels.decode_(sent.words, [sent.payload], _flat(plan), draw, "nodes", found)
+    kernels.decode_(sent.words, [sent.payload], _flat(plan), sample_key, "nodes", found)
     return found
 
 
@@ -65,7 +65,7 @@ def elements_of(kernels: Kernels, coefficients: Tensor, plan: TensorPlan) -> Ten
     whole = everything_of(plan)
     sent = encode(kernels, coefficients, _flat(whole))
     elements = torch.empty(plan.rows, plan.cols, device=coefficients.device)
-    kernels.decode_(sent.words, [sent.payload], whole, NO_DRAW, "nodes", elements)
+    kernels.decode_(sent.words, [sent.payload], whole, NO_SAMPLE_KEY, "nodes", elements)
     return elements
 
 
@@ -74,11 +74,11 @@ def everything_of(plan: TensorPlan) -> TensorPlan:
     return replace(
         plan,
         selection=Selection.EVERYTHING,
-        keep=plan.chunk_numel,
+        k=plan.chunk_numel,
         values=ValueCode.FP32,
         tau=0.0,
         seed=0,
-        exact=False,
+        variable_length=False,
     )
 
 

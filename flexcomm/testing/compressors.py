@@ -10,13 +10,12 @@ import torch
 
 from flexcomm.codec import BufferPlan, decode_bucket_, encode_bucket_, is_dense, plan_buffer, regions_of
 from flexcomm.codec.wire import ALIGNMENT, HEADER_NBYTES
-from flexcomm.compress import TensorSpec, dense, draw_for
+from flexcomm.compress import TensorSpec, dense, sample_key_for
 from flexcomm.kernels import (
     Average,
     Kernels,
     Momentum,
     ReferenceKernels,
-    Selection,
     TensorPlan,
     ValueCode,
     choose_kernels,
@@ -40,8 +39,6 @@ SPECS = tuple(
 )
 FEW_SPECS = SPECS[: len(SHAPES)]
 NODES = ("node 0", "node 1", "node 2")
-_SHARED = (Selection.SHUFFLED, Selection.STRIDED)
-_SIGNS = (ValueCode.SIGN, ValueCode.SIGN2)
 
 
 def check_compressor(compressor: Compressor, kernels: Kernels | None = None, device: str = "cpu") -> None:
@@ -79,14 +76,14 @@ def nothing_is_lost_only_late(compressor: Compressor, kernels: Kernels, device: 
     """
     for spec in SPECS:
         plan, x = compressor.plan(spec), make(spec, device)
-        state, draw = numbers("normal", plan.state_shape, 7).to(device), draw_for(plan, 5, spec.name)
+        state, sample_key = numbers("normal", plan.state_shape, 7).to(device), sample_key_for(plan, 5, spec.name)
         momentum = Momentum(state, torch.empty_like(state), decay=0.875, gain=0.75)
         before = coefficients_of(kernels, x, plan, momentum).double()
-        sent = encode(kernels, x, plan, draw, momentum)
-        decoded, late = sent_coefficients(kernels, sent, plan, draw).double(), state_of(momentum).double()
+        sent = encode(kernels, x, plan, sample_key, momentum)
+        decoded, late = sent_coefficients(kernels, sent, plan, sample_key).double(), state_of(momentum).double()
         lost = (before - decoded - late).abs()
         largest = torch.maximum(before.abs(), decoded.abs())
-        allowed = largest * 2.0**-23 if plan.values in _SIGNS else torch.zeros_like(lost)
+        allowed = largest * 2.0**-23 if not _is_rounded(plan.values) else torch.zeros_like(lost)
         require(compressor, bool((lost <= allowed).all()), f"{spec}: nothing is lost, but {float(lost.sum())} was")
         untouched = late[decoded == 0] == before[decoded == 0]
         require(compressor, bool(untouched.all()), f"{spec}: what is not sent is kept as it is")
@@ -96,9 +93,9 @@ def payload_and_remainder_make_the_tensor(compressor: Compressor, kernels: Kerne
     """Rounding: the transform there and back in float32, and twice the output's own dtype."""
     for spec in SPECS:
         plan, x = compressor.plan(spec), make(spec, device)
-        late, draw = torch.empty(plan.state_shape, device=device), draw_for(plan, 3, spec.name)
-        sent, out = encode(kernels, x, plan, draw, Momentum(None, late)), torch.empty_like(x)
-        kernels.decode_(sent.words, [sent.payload], plan, draw, "nodes", out)
+        late, sample_key = torch.empty(plan.state_shape, device=device), sample_key_for(plan, 3, spec.name)
+        sent, out = encode(kernels, x, plan, sample_key, Momentum(None, late)), torch.empty_like(x)
+        kernels.decode_(sent.words, [sent.payload], plan, sample_key, "nodes", out)
         restored = out.float() + elements_of(kernels, late, plan).reshape(spec.shape)
         allowed = (2.0**-20 + 2 * torch.finfo(spec.dtype).eps) * (x.float().norm() + out.float().norm())
         require_close(compressor, restored, x.float(), float(allowed), f"{spec}: payload and remainder make the tensor")
@@ -113,9 +110,11 @@ def nothing_grows(compressor: Compressor, kernels: Kernels, device: str) -> None
     for spec in (*SPECS, TensorSpec("long", (3, 12347), torch.bfloat16)):
         bucket, asked, native = plan_buffer((spec,), compressor), compressor.plan(spec), dense().plan(spec)
         whole = asked if is_dense(asked) else native
-        most = HEADER_NBYTES + (math.prod(spec.shape) + whole.chunks) * whole.values.bits // 8 + ALIGNMENT
+        most = HEADER_NBYTES + (math.prod(spec.shape) + whole.chunks) * whole.values.format.bits // 8 + ALIGNMENT
         require(
-            compressor, bucket.exact or bucket.nbytes <= most, f"{spec} takes {bucket.nbytes}, whole at most {most}"
+            compressor,
+            bucket.variable_length or bucket.nbytes <= most,
+            f"{spec} takes {bucket.nbytes}, whole at most {most}",
         )
 
 
@@ -128,14 +127,14 @@ def every_coefficient_is_sent_in_due_time(compressor: Compressor, kernels: Kerne
         plan, x = compressor.plan(spec), torch.zeros(spec.shape, device=device)
         whole = plan.chunks * plan.chunk_numel
         rounds = math.ceil(whole / plan.entries)
-        steps = math.ceil(plan.chunk_numel / plan.keep) if plan.selection in _SHARED else 8 * rounds + 8
+        steps = math.ceil(plan.chunk_numel / plan.k) if plan.selection.rule.sample_key else 8 * rounds + 8
         gains = spread(plan).to(device) * (plan.tau / 2 or 1.0)
         state, reached = torch.zeros_like(gains), torch.zeros_like(gains, dtype=torch.bool)
         for step in range(steps):
-            draw = draw_for(plan, step, spec.name)
+            sample_key = sample_key_for(plan, step, spec.name)
             state += gains
-            sent = encode(kernels, x, plan, draw, Momentum(state, state))
-            reached |= sent_coefficients(kernels, sent, plan, draw) != 0
+            sent = encode(kernels, x, plan, sample_key, Momentum(state, state))
+            reached |= sent_coefficients(kernels, sent, plan, sample_key) != 0
         missed = int((~reached).sum())
         require(compressor, missed == 0, f"{spec}: every coefficient is sent within {steps} steps, but not {missed}")
 
@@ -186,7 +185,7 @@ def sending_everything_gives_the_mean(compressor: Compressor, kernels: Kernels, 
     """
     for spec in SPECS:
         plan = plan_buffer((spec,), compressor).plans[0]
-        if plan.is_variable or plan.keep != plan.chunk_numel or plan.values in _SIGNS:
+        if not plan.sends_everything or not _is_rounded(plan.values):
             continue
         rows = [[numbers("ties", spec.shape, node).mul(4).to(device, spec.dtype)] for node, _ in enumerate(NODES)]
         mean = torch.stack([row[0].double() for row in rows]).sum(dim=0) / len(NODES)
@@ -194,8 +193,9 @@ def sending_everything_gives_the_mean(compressor: Compressor, kernels: Kernels, 
         if plan.values is ValueCode.FP32 and not plan.transformed:
             exact = torch.stack([row[0].float() for row in rows]).sum(dim=0) / float(len(NODES))
             require_equal(compressor, out, exact.to(spec.dtype), f"{spec}: the mean of small whole numbers is exact")
-        code = {ValueCode.BF16: 2.0**-8, ValueCode.FP16: 2.0**-11, ValueCode.INT8: math.sqrt(plan.chunk_numel) / 253}
-        rounding = code.get(plan.values, 0.0) + 2.0**-20 + torch.finfo(spec.dtype).eps
+        of_own, of_largest = plan.values.format.rounding or 0.0, plan.values.format.chunk_rounding or 0.0
+        code = of_own + math.sqrt(plan.chunk_numel) * of_largest
+        rounding = code + 2.0**-20 + torch.finfo(spec.dtype).eps
         size = sum(float(row[0].double().norm()) for row in rows) / len(NODES)
         require_close(compressor, out.double(), mean, rounding * size, f"{spec}: everything sent is the mean")
 
@@ -212,6 +212,11 @@ COMPRESSOR_LAWS: tuple[Callable[[Compressor, Kernels, str], None], ...] = (
     bits_do_not_depend_on_the_number_of_threads,
     sending_everything_gives_the_mean,
 )
+
+
+def _is_rounded(code: ValueCode) -> bool:
+    """Return whether a code writes values nearly as they are; signs take another magnitude for many."""
+    return code.format.rounding is not None or code.format.chunk_rounding is not None
 
 
 def make(spec: TensorSpec, device: str, node: int = 0) -> Tensor:

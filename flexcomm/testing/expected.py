@@ -13,7 +13,7 @@ import torch
 
 from flexcomm.codec import plan_tensor
 from flexcomm.compress import TensorSpec
-from flexcomm.kernels import Selection, ValueCode
+from flexcomm.kernels import ValueCode
 from flexcomm.kernels.reference.transform import restore
 from flexcomm.sync import shard_tensor
 from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
@@ -67,8 +67,6 @@ SUMMED = ("reduce", "dense")
 
 _TRANSFORM = 2.0**-20
 """What a transform there and back in float32 rounds, of a tensor's norm."""
-_CODES = {ValueCode.FP32: 2.0**-24, ValueCode.BF16: 2.0**-9, ValueCode.FP16: 2.0**-12}
-"""What writing a value rounds at most, of its magnitude: half a unit in the last place, and a little for denormals."""
 
 
 def make(spec: TensorSpec, rank: int, step: int, device: torch.device) -> Tensor:
@@ -121,15 +119,18 @@ def rounding(world: World, spec: TensorSpec, compressor: Compressor, way: str) -
     if way not in SUMMED:
         return once
     plan = plan_tensor(spec, compressor)
-    native = {torch.bfloat16: ValueCode.BF16, torch.float16: ValueCode.FP16}.get(spec.dtype, ValueCode.FP32)
-    return once + 2 * world.inter.size * _CODES[native if way == "dense" else plan.values]
+    written = (ValueCode.of(spec.dtype) if way == "dense" else plan.values).format
+    if written.rounding is None:
+        raise AssertionError(f"{plan.values!r} is not added under way, but {way} adds {spec.name}")
+    return once + world.inter.size * written.rounding
 
 
 def written_exactly_to(spec: TensorSpec, compressor: Compressor) -> float | None:
     """Return how exactly a compressor that leaves nothing out writes values; None if it leaves out, or writes signs."""
     plan = plan_tensor(spec, compressor)
-    everything = plan.selection is not Selection.ABOVE and plan.keep == plan.chunk_numel
-    return _CODES.get(plan.values) if everything else None
+    most = plan.values.format.rounding
+    # In norm: of many values, few are rounded by the most that one can be.
+    return most / 2 if plan.sends_everything and most is not None else None
 
 
 def kept_of(world: World, residuals: Residuals, spec: TensorSpec, compressor: Compressor) -> Tensor:

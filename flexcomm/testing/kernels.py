@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from flexcomm.kernels import (
-    NO_DRAW,
+    NO_SAMPLE_KEY,
     Average,
-    Fault,
     IndexCode,
     Momentum,
     Payload,
+    PayloadError,
     ReferenceKernels,
     Selection,
     TensorPlan,
@@ -120,18 +120,20 @@ def many_broken_coefficients_are_not_overlooked(kernels: Kernels, device: str) -
         state = torch.full(plan.state_shape, bits, dtype=torch.int32).view(torch.float32).to(device)
         sent = encode(kernels, torch.ones(64, device=device), plan, momentum=Momentum(state, state.clone(), decay=1.0))
         require(kernels, not sent.is_finite, f"encode_ is False for a state full of {bits:08x}")
-        require(kernels, entries_of(sent) == plan.keep, f"no more than the capacity, {bits:08x}")
+        require(kernels, entries_of(sent) == plan.k, f"no more than the capacity, {bits:08x}")
 
 
-def survey_counts_what_the_reference_counts(kernels: Kernels, device: str) -> None:
+def find_threshold_counts_what_the_reference_counts(kernels: Kernels, device: str) -> None:
     for case in (case for case in sampled_cases(150, seed=2) if case.plan.is_variable):
         x, momentum = case.x().to(device), case.momentum(device)
-        got = kernels.survey(x, case.plan, momentum)
-        expected = _REFERENCE.survey(case.x(), case.plan, case.momentum("cpu"))
-        require_equal(kernels, got.counts, expected.counts, f"survey counts what reaches the threshold: {case}")
-        require(kernels, got.tau_bits == expected.tau_bits, f"survey finds the reference's threshold: {case}")
-        require_equal(kernels, x, case.x(), f"survey leaves x alone: {case}")
-        require_equal(kernels, momentum.state, case.momentum("cpu").state, f"survey leaves the state alone: {case}")
+        got = kernels.find_threshold(x, case.plan, momentum)
+        expected = _REFERENCE.find_threshold(case.x(), case.plan, case.momentum("cpu"))
+        require_equal(kernels, got.counts, expected.counts, f"find_threshold counts what reaches the threshold: {case}")
+        require(kernels, got.tau_bits == expected.tau_bits, f"find_threshold finds the reference's threshold: {case}")
+        require_equal(kernels, x, case.x(), f"find_threshold leaves x alone: {case}")
+        require_equal(
+            kernels, momentum.state, case.momentum("cpu").state, f"find_threshold leaves states alone: {case}"
+        )
 
 
 def counts_are_read_as_they_were_written(kernels: Kernels, device: str) -> None:
@@ -144,41 +146,41 @@ def counts_are_read_as_they_were_written(kernels: Kernels, device: str) -> None:
     require(kernels, kernels.read_counts(too_many, plan, 0) is None, "read_counts is None if a count exceeds a chunk")
 
 
-def faults_are_found_where_the_reference_finds_them(kernels: Kernels, device: str) -> None:
-    """One word is damaged at a time, so that there is one fault to name."""
+def errors_are_found_where_the_reference_finds_them(kernels: Kernels, device: str) -> None:
+    """One word is damaged at a time, so that there is one error to name."""
     random = np.random.default_rng(4)
     for case in sampled_cases(60, seed=4):
         sent = encode_case(_REFERENCE, case, case.x())
         layout, counts = sent.payload.layout, sent.payload.counts
         payload = sent.payload._replace(counts=None if counts is None else counts.to(device))
         words = sent.words.to(device)
-        require(kernels, kernels.find_fault(words, payload, case.plan) is Fault.NONE, f"{case} is faultless")
+        require(kernels, kernels.find_error(words, payload, case.plan) is PayloadError.NONE, f"{case} is faultless")
         for _ in range(4 if layout.nwords > layout.indices else 0):
             place = int(random.integers(layout.indices, layout.nwords))
             damaged = sent.words.clone()
             damaged[place] = (0, -1, damaged[place] ^ (1 << int(random.integers(31))))[int(random.integers(3))]
-            got = kernels.find_fault(damaged.to(device), payload, case.plan)
-            expected = _REFERENCE.find_fault(damaged, sent.payload, case.plan)
-            require(kernels, got is expected, f"find_fault is {expected!r}, not {got!r}, of word {place}: {case}")
+            got = kernels.find_error(damaged.to(device), payload, case.plan)
+            expected = _REFERENCE.find_error(damaged, sent.payload, case.plan)
+            require(kernels, got is expected, f"find_error is {expected!r}, not {got!r}, of word {place}: {case}")
 
 
-def the_first_kind_of_fault_is_named(kernels: Kernels, device: str) -> None:
+def the_first_kind_of_error_is_named(kernels: Kernels, device: str) -> None:
     """Whatever chunk it is in, and however chunks are shared out."""
     plan = TensorPlan(1, 4096, 1, 64, False, Selection.LARGEST, 4, ValueCode.BF16)
     sent = encode(_REFERENCE, torch.randn(4096, generator=torch.Generator().manual_seed(0)), plan)
     layout, words = sent.payload.layout, sent.words.clone()
     words[layout.values] = 0x7FC07FC0
-    got = kernels.find_fault(words.to(device), sent.payload, plan)
-    require(kernels, got is Fault.VALUE, f"NaN in the first chunk is a fault of values, not {got!r}")
+    got = kernels.find_error(words.to(device), sent.payload, plan)
+    require(kernels, got is PayloadError.VALUE, f"NaN in the first chunk is a error of values, not {got!r}")
     words[layout.scales - 1] = 0
-    got = kernels.find_fault(words.to(device), sent.payload, plan)
-    require(kernels, got is Fault.INDEX, f"indices that are missing in the last chunk come first, not {got!r}")
+    got = kernels.find_error(words.to(device), sent.payload, plan)
+    require(kernels, got is PayloadError.INDEX, f"indices that are missing in the last chunk come first, not {got!r}")
 
 
 def decode_gives_the_references_average(kernels: Kernels, device: str) -> None:
     """Payloads lie at any word; outputs hold NaN before, and may have gaps."""
     for number, case in enumerate(sampled_cases(60, seed=5)):
-        if case.plan.exact and case.code is None:
+        if case.plan.variable_length and case.code is None:
             continue
         sent = [encode_case(_REFERENCE, case, case.x(sender), sender=sender) for sender in range(1 + number % 3)]
         require_decoded(kernels, sent, case, device, f"decode_ averages as the reference does: {case}")
@@ -186,13 +188,13 @@ def decode_gives_the_references_average(kernels: Kernels, device: str) -> None:
 
 def payloads_of_one_average_may_be_laid_out_differently(kernels: Kernels, device: str) -> None:
     """Exact payloads are as long as what they hold, so the shortest index code differs from sender to sender."""
-    plan = TensorPlan(1, 500, 1, 100, False, Selection.ABOVE, 500, ValueCode.BF16, tau=1.0, exact=True)
+    plan = TensorPlan(1, 500, 1, 100, False, Selection.ABOVE, 500, ValueCode.BF16, tau=1.0, variable_length=True)
     case = Case((500,), plan, None, torch.float32, "normal", "none", False, 6)
     sent = [encode(_REFERENCE, scale * case.x(sender), plan) for sender, scale in enumerate((0.5, 1.0, 4.0))]
     require(kernels, len({one.payload.layout.code for one in sent}) > 1, "layouts differ, or this shows nothing")
     require_decoded(kernels, sent, case, device, f"each payload is read by its own layout: {case}")
     codes = (IndexCode.BITMAP, IndexCode.PACKED, IndexCode.ELIAS_FANO)
-    fixed = replace(plan, selection=Selection.LARGEST, keep=9, exact=False)
+    fixed = replace(plan, selection=Selection.LARGEST, k=9, variable_length=False)
     other = replace(case, plan=fixed)
     coded = [encode(_REFERENCE, other.x(i), fixed, layout=layout_with(fixed, 45, code)) for i, code in enumerate(codes)]
     require_decoded(kernels, coded, other, device, f"each payload is read by its own layout: {other}")
@@ -205,7 +207,7 @@ def decode_adds_in_the_order_given(kernels: Kernels, device: str) -> None:
         sent = [encode(_REFERENCE, x, plan) for x in order]
         words, payloads = joined(sent, device)
         out = torch.empty(2, device=device)
-        kernels.decode_(words, payloads, plan, NO_DRAW, "nodes", out)
+        kernels.decode_(words, payloads, plan, NO_SAMPLE_KEY, "nodes", out)
         require_equal(kernels, out, torch.full((2,), expected), "payloads are added in the order given")
 
 
@@ -228,8 +230,8 @@ def fit_is_finite_and_below_the_largest_magnitude(kernels: Kernels, device: str)
                 holding = x.to(device, dtype)
                 holding.view(-1)[-1] = value
                 for one in (holding, with_gaps(holding)):
-                    require(kernels, kernels.is_fit(one) is verdict, f"is_fit is {verdict} of {value} in {dtype}")
-        require(kernels, kernels.is_fit(torch.zeros(0, dtype=dtype, device=device)), f"nothing is fit, {dtype}")
+                    require(kernels, kernels.is_finite(one) is verdict, f"is_finite is {verdict} of {value} in {dtype}")
+        require(kernels, kernels.is_finite(torch.zeros(0, dtype=dtype, device=device)), f"nothing is fit, {dtype}")
 
 
 def mixing_gives_the_references_bits(kernels: Kernels, device: str) -> None:
@@ -285,10 +287,10 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     encode_reports_a_broken_state,
     a_full_threshold_sends_exactly_its_capacity,
     many_broken_coefficients_are_not_overlooked,
-    survey_counts_what_the_reference_counts,
+    find_threshold_counts_what_the_reference_counts,
     counts_are_read_as_they_were_written,
-    faults_are_found_where_the_reference_finds_them,
-    the_first_kind_of_fault_is_named,
+    errors_are_found_where_the_reference_finds_them,
+    the_first_kind_of_error_is_named,
     decode_gives_the_references_average,
     payloads_of_one_average_may_be_laid_out_differently,
     decode_adds_in_the_order_given,
@@ -303,11 +305,11 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
 def encode_case(kernels: Kernels, case: Case, x: Tensor, momentum: Momentum | None = None, sender: int = 0) -> Sent:
     momentum = case.momentum(str(x.device), sender) if momentum is None else momentum
     if case.code is None:
-        return encode(kernels, x, case.plan, case.draw(), momentum)
+        return encode(kernels, x, case.plan, case.sample_key(), momentum)
     entries = case.plan.entries
-    if case.plan.exact:
-        entries = int(_REFERENCE.survey(case.x(sender), case.plan, case.momentum("cpu", sender)).counts.sum())
-    return encode(kernels, x, case.plan, case.draw(), momentum, case.layout(entries))
+    if case.plan.variable_length:
+        entries = int(_REFERENCE.find_threshold(case.x(sender), case.plan, case.momentum("cpu", sender)).counts.sum())
+    return encode(kernels, x, case.plan, case.sample_key(), momentum, case.layout(entries))
 
 
 def entries_of(sent: Sent) -> int:
@@ -332,10 +334,10 @@ def require_decoded(kernels: Kernels, sent: list[Sent], case: Case, device: str,
     averages: tuple[Average, ...] = get_args(Average)
     for average in averages:
         expected = torch.empty(case.shape, dtype=case.dtype)
-        _REFERENCE.decode_(kept.cpu(), payloads_here, case.plan, case.draw(), average, expected)
+        _REFERENCE.decode_(kept.cpu(), payloads_here, case.plan, case.sample_key(), average, expected)
         out = torch.full(case.shape, torch.nan, dtype=case.dtype, device=device)
         for place in (out, with_gaps(out)):
-            kernels.decode_(words, payloads, case.plan, case.draw(), average, place)
+            kernels.decode_(words, payloads, case.plan, case.sample_key(), average, place)
             require_equal(kernels, place, expected, f"{law}, over {average}")
     require_equal(kernels, words, kept, f"decode_ leaves the payloads alone: {case}")
 

@@ -25,8 +25,8 @@ from flexcomm.compress import (
     ValueName,
     demo,
     dense,
-    draw_for,
     random_k,
+    sample_key_for,
     sign,
     striding,
     threshold,
@@ -166,9 +166,9 @@ def test_the_identity_cuts_chunks_of_nearly_equal_length(shape: tuple[int, ...],
 
 
 def test_a_chunk_shorter_than_k_is_sent_whole() -> None:
-    assert demo(k=32).plan(spec(5)).keep == 8
-    assert demo(k=32).plan(spec(2, 2)).keep == 4
-    assert [top_k(rate).plan(spec(7)).keep for rate in (0.001, 0.3, 0.5, 1.0)] == [1, 2, 4, 7]
+    assert demo(k=32).plan(spec(5)).k == 8
+    assert demo(k=32).plan(spec(2, 2)).k == 4
+    assert [top_k(rate).plan(spec(7)).k for rate in (0.001, 0.3, 0.5, 1.0)] == [1, 2, 4, 7]
 
 
 # --- indices all ranks derive alike -----------------------------------------------------------------------------------
@@ -176,9 +176,9 @@ def test_a_chunk_shorter_than_k_is_sent_whole() -> None:
 
 def chosen(plan: TensorPlan, step: int, name: str = "x") -> torch.Tensor:
     """Which coefficients a step sends, as a mask ``[chunks, chunk_numel]``."""
-    draw = draw_for(plan, step, name)
-    sent = encode(CPU, torch.ones(plan.cols), plan, draw)
-    return sent_coefficients(CPU, sent, plan, draw) != 0
+    sample_key = sample_key_for(plan, step, name)
+    sent = encode(CPU, torch.ones(plan.cols), plan, sample_key)
+    return sent_coefficients(CPU, sent, plan, sample_key) != 0
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -188,18 +188,18 @@ def test_every_coordinate_is_sent_within_one_over_the_rate_steps(
     recipe: type[RandomK] | type[Striding], numel: int, rate: float
 ) -> None:
     plan = Pipeline(Identity(100), recipe(rate), "fp32").plan(spec(numel))
-    turns = -(-plan.chunk_numel // plan.keep)
+    turns = -(-plan.chunk_numel // plan.k)
     padding = torch.arange(plan.chunks * plan.chunk_numel).view(plan.state_shape) >= numel
     for first in (0, 3 * turns):
         masks = torch.stack([chosen(plan, first + turn) for turn in range(turns)])
         assert bool((masks.any(dim=0) | padding).all())
-        assert int(masks.sum(dim=0).max()) <= math.ceil(turns * plan.keep / plan.chunk_numel)
+        assert int(masks.sum(dim=0).max()) <= math.ceil(turns * plan.k / plan.chunk_numel)
 
 
 @pytest.mark.parametrize("rate", RATES)
 def test_striding_reaches_every_coordinate_from_any_step_on(rate: float) -> None:
     plan = Pipeline(Identity(97), Striding(rate), "fp32").plan(spec(97))
-    turns = -(-97 // plan.keep)
+    turns = -(-97 // plan.k)
     for first in range(5):
         assert bool(torch.stack([chosen(plan, first + turn) for turn in range(turns)]).any(dim=0).all())
 
@@ -227,7 +227,7 @@ def test_a_random_share_is_spread_evenly() -> None:
 def test_magnitudes_need_no_draw() -> None:
     for compressor in (demo(), top_k(0.1), threshold(1.0), sign(), dense()):
         plan = compressor.plan(spec(100))
-        assert draw_for(plan, 3, "x") == draw_for(plan, 4, "y")
+        assert sample_key_for(plan, 3, "x") == sample_key_for(plan, 4, "y")
 
 
 # --- rate 1 -----------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_a_number_of_any_kind_makes_the_same_compressor_and_plan(alike: list[Pip
 def test_a_step_of_any_kind_draws_the_same() -> None:
     for compressor in (random_k(0.1), striding(0.1)):
         plan = compressor.plan(spec(100))
-        assert draw_for(plan, np.int64(23), "x") == draw_for(plan, 23, "x")
+        assert sample_key_for(plan, np.int64(23), "x") == sample_key_for(plan, 23, "x")
 
 
 @pytest.mark.parametrize("tau", [1.5e-45, 1e-39, 3.4e38])
@@ -325,7 +325,9 @@ def test_any_positive_float32_is_a_threshold(tau: float) -> None:
 
 @pytest.mark.parametrize("seed", [-1, 0, 2**32, 10**30])
 def test_any_whole_number_is_a_seed(seed: int) -> None:
-    assert draw_for(random_k(0.1, seed).plan(spec(100)), 0, "x") != draw_for(random_k(0.1, 1).plan(spec(100)), 0, "x")
+    assert sample_key_for(random_k(0.1, seed).plan(spec(100)), 0, "x") != sample_key_for(
+        random_k(0.1, 1).plan(spec(100)), 0, "x"
+    )
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 100, 127, 1016, 1000, 1024])

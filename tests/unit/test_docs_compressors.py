@@ -48,7 +48,7 @@ def test_every_value_code_has_a_row() -> None:
 
 @pytest.mark.parametrize(("values", "at_8", "at_32"), VALUE_BITS)
 def test_bits_of_a_value_include_its_share_of_the_scales(values: str, at_8: str, at_32: str) -> None:
-    code = ValueCode[values.upper()]
+    code = ValueCode[values.upper()].format
     assert [code.bits + 16 * code.scales / k for k in (8, 32)] == [float(at_8), float(at_32)]
 
 

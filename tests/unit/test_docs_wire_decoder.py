@@ -41,10 +41,10 @@ class Bits:
 def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) -> np.ndarray:
     """Return the coefficients ``[chunks, n]`` of a buffer that holds one tensor."""
     bits, n, values = Bits(buffer), plan.chunk_numel, plan.values.name.lower()
-    counts = [plan.keep] * plan.chunks
+    counts = [plan.k] * plan.chunks
     if plan.is_variable:
         counts = [bits.take(n.bit_length()) for _ in range(plan.chunks)]
-    sized_for = plan.keep if plan.is_variable and not plan.exact else sum(counts)
+    sized_for = plan.k if plan.is_variable and not plan.variable_length else sum(counts)
     bits.begin_section()
     section = bits.position
     indices = list(read_indices(bits, plan, counts, sized_for, step, name))
@@ -62,7 +62,7 @@ def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) 
 def shortest_code(plan: TensorPlan, entries: int) -> tuple[int, str, int]:
     """Return the length of the index section in bits, the code and its low bits."""
     n, chunks = plan.chunk_numel, plan.chunks
-    if plan.selection not in (Selection.LARGEST, Selection.ABOVE) or (not plan.is_variable and plan.keep == n):
+    if plan.selection not in (Selection.LARGEST, Selection.ABOVE) or (not plan.is_variable and plan.k == n):
         return 0, "none", 0
     w = max(1, (n - 1).bit_length())
     fano = [(entries * (low + 1) + chunks * ((n - 1) >> low), "elias-fano", low) for low in range(w)]
@@ -87,7 +87,7 @@ def read_indices(
 
 
 def shared_indices(plan: TensorPlan, chunk: int, step: int, name: str) -> set[int]:
-    n, keep = plan.chunk_numel, plan.keep
+    n, keep = plan.chunk_numel, plan.k
     if plan.selection is Selection.STRIDED:
         return {(entry * n // keep + step) % n for entry in range(keep)}
     if plan.selection is not Selection.SHUFFLED:

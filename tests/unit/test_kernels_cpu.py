@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from flexcomm.codec.wire import plan_layout
-from flexcomm.compress import Identity, Pipeline, TensorSpec, TopK, draw_for
+from flexcomm.compress import Identity, Pipeline, TensorSpec, TopK, sample_key_for
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels import (
     KERNELS_VARIABLE,
-    NO_DRAW,
+    NO_SAMPLE_KEY,
     Momentum,
     Payload,
     ReferenceKernels,
@@ -27,7 +27,7 @@ from flexcomm.kernels import (
     choose_kernels,
 )
 from flexcomm.kernels.ahead import CALLS, compile_ahead
-from flexcomm.kernels.cpu import CpuKernels, checking, decoding, encoding, mixing, surveying
+from flexcomm.kernels.cpu import CpuKernels, checking, decoding, encoding, mixing, thresholds
 from flexcomm.kernels.cpu.shares import cut_up
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.coefficients import encode, sent_coefficients
@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 def signatures() -> dict[str, list[str]]:
     """What every kernel was compiled for, or loaded for."""
-    modules = (checking, decoding, encoding, mixing, surveying)
+    modules = (checking, decoding, encoding, mixing, thresholds)
     kernels = {name: getattr(module, name) for module in modules for name in module.__all__}
     return {name: [str(signature) for signature in kernel.signatures] for name, kernel in kernels.items()}
 
@@ -86,8 +86,8 @@ def test_a_small_tensor_is_not_worth_a_second_thread() -> None:
 @pytest.mark.parametrize("law", KERNEL_LAWS[:2], ids=lambda law: law.__name__)
 def test_kernels_that_differ_in_one_bit_are_found_out(law: Callable[[Kernels, str], None]) -> None:
     class Careless(ReferenceKernels):
-        def encode_(self, x, words, plan, layout, draw, momentum, survey=None) -> bool:  # type: ignore[no-untyped-def]
-            done = super().encode_(x, words, plan, layout, draw, momentum, survey)
+        def encode_(self, x, words, plan, layout, sample_key, momentum, threshold=None) -> bool:  # type: ignore[no-untyped-def]
+            done = super().encode_(x, words, plan, layout, sample_key, momentum, threshold)
             words[-1:] ^= 1
             if momentum.next_state is not None:
                 momentum.next_state.view(torch.int32)[-1:] ^= 1
@@ -184,10 +184,10 @@ def test_zeros_travel_as_zeros(values: ValueCode) -> None:
     for selection in (Selection.EVERYTHING, Selection.LARGEST, Selection.SHUFFLED, Selection.STRIDED):
         keep = 16 if selection is Selection.EVERYTHING else 5
         plan = TensorPlan(1, 48, 1, 16, False, selection, keep, values)
-        draw = draw_for(plan, 1, "x")
-        sent = encode(CpuKernels(1), torch.zeros(48), plan, draw)
+        sample_key = sample_key_for(plan, 1, "x")
+        sent = encode(CpuKernels(1), torch.zeros(48), plan, sample_key)
         assert sent.is_finite
-        assert not sent_coefficients(CpuKernels(1), sent, plan, draw).any()
+        assert not sent_coefficients(CpuKernels(1), sent, plan, sample_key).any()
 
 
 def test_the_fastest_kernels_are_chosen_and_say_their_name(
@@ -253,6 +253,6 @@ def test_the_largest_are_found_also_behind_the_last_whole_vector_of_a_long_chunk
     layout = plan_layout(plan, plan.entries)
     words, out = torch.zeros(layout.nwords, dtype=torch.int32), torch.empty(length)
     kernels = CpuKernels(1)
-    assert kernels.encode_(x, words, plan, layout, NO_DRAW, Momentum())
-    kernels.decode_(words, [Payload(0, layout)], plan, NO_DRAW, "nodes", out)
+    assert kernels.encode_(x, words, plan, layout, NO_SAMPLE_KEY, Momentum())
+    kernels.decode_(words, [Payload(0, layout)], plan, NO_SAMPLE_KEY, "nodes", out)
     assert torch.equal(out, torch.where(x > length - keep, x, 0.0))

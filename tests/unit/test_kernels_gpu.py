@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from flexcomm.codec.wire import plan_layout
-from flexcomm.kernels import Average, Draw, Fault, IndexCode, Momentum, Payload, ReferenceKernels, Selection, TensorPlan
+from flexcomm.kernels import (
+    Average,
+    IndexCode,
+    Momentum,
+    Payload,
+    PayloadError,
+    ReferenceKernels,
+    SampleKey,
+    Selection,
+    TensorPlan,
+)
 from flexcomm.kernels import ValueCode as Value
 from flexcomm.kernels.gpu import GpuKernels, share
 from flexcomm.testing import KERNEL_LAWS
@@ -28,7 +38,7 @@ if TYPE_CHECKING:
     MakeKernels = Callable[..., GpuKernels]
     Law = Callable[[Kernels, str], None]
 
-DRAW = Draw(key=0xDEADBEEF, start=3)
+SAMPLE_KEY = SampleKey(key=0xDEADBEEF, start=3)
 REFERENCE = ReferenceKernels()
 USUAL_SHARED = 48 << 10
 NEXT_TO_NONE_SHARED = 256
@@ -81,12 +91,12 @@ def require_equal_bits(got: Tensor, expected: Tensor, what: str) -> None:
 def encode(kernels: Kernels, x: Tensor, plan: TensorPlan, state: Tensor) -> tuple[Tensor, Payload, bool]:
     """Return the payload of ``x`` between guards that nobody may touch; leave in the state what was not sent."""
     momentum = Momentum(state, state, decay=0.9, gain=0.7)
-    survey = kernels.survey(x, plan, momentum) if plan.is_variable else None
+    threshold = kernels.find_threshold(x, plan, momentum) if plan.is_variable else None
     layout = plan_layout(plan, plan.entries)
     guarded = torch.full((layout.nwords + 2,), GUARD, dtype=torch.int32)
-    is_finite = kernels.encode_(x, guarded[1:-1], plan, layout, DRAW, momentum, survey)
+    is_finite = kernels.encode_(x, guarded[1:-1], plan, layout, SAMPLE_KEY, momentum, threshold)
     assert guarded[[0, -1]].tolist() == [GUARD, GUARD]
-    return guarded, Payload(1, layout, survey and survey.counts), is_finite
+    return guarded, Payload(1, layout, threshold and threshold.counts), is_finite
 
 
 def require_equal_exchange(kernels: Kernels, plan: TensorPlan) -> None:
@@ -96,12 +106,12 @@ def require_equal_exchange(kernels: Kernels, plan: TensorPlan) -> None:
     expected, expected_payload, _ = encode(REFERENCE, x, plan, expected_left)
     require_equal_bits(words, expected, "payload")
     require_equal_bits(left, expected_left, "what is kept")
-    assert kernels.find_fault(words, payload, plan) is Fault.NONE
+    assert kernels.find_error(words, payload, plan) is PayloadError.NONE
     averages: tuple[Average, ...] = get_args(Average)
     for average in averages:
         out, expected_out = torch.full((2, plan.rows, plan.cols), torch.nan)
-        kernels.decode_(words, [payload, payload], plan, DRAW, average, out)
-        REFERENCE.decode_(words, [expected_payload, expected_payload], plan, DRAW, average, expected_out)
+        kernels.decode_(words, [payload, payload], plan, SAMPLE_KEY, average, out)
+        REFERENCE.decode_(words, [expected_payload, expected_payload], plan, SAMPLE_KEY, average, expected_out)
         require_equal_bits(out, expected_out, "what is decoded")
 
 
@@ -151,12 +161,12 @@ def test_tensors_with_gaps_are_read_and_filled(make_kernels: MakeKernels) -> Non
     layout = plan_layout(plan, plan.entries)
     words, expected = torch.empty(2, layout.nwords, dtype=torch.int32)
     state = torch.zeros(*plan.state_shape, 2)
-    assert kernels.encode_(x, words, plan, layout, DRAW, Momentum(state[..., 0], state[..., 1], 1.0, 1.0))
-    REFERENCE.encode_(x, expected, plan, layout, DRAW, Momentum())
+    assert kernels.encode_(x, words, plan, layout, SAMPLE_KEY, Momentum(state[..., 0], state[..., 1], 1.0, 1.0))
+    REFERENCE.encode_(x, expected, plan, layout, SAMPLE_KEY, Momentum())
     require_equal_bits(words, expected, "payload")
     out, other = torch.empty(12, 10).t(), torch.empty(10, 12)
-    kernels.decode_(words, [Payload(0, layout)], plan, DRAW, "nodes", out)
-    REFERENCE.decode_(words, [Payload(0, layout)], plan, DRAW, "nodes", other)
+    kernels.decode_(words, [Payload(0, layout)], plan, SAMPLE_KEY, "nodes", out)
+    REFERENCE.decode_(words, [Payload(0, layout)], plan, SAMPLE_KEY, "nodes", other)
     require_equal_bits(out, other, "what is decoded")
 
 
@@ -186,14 +196,14 @@ def test_a_threshold_rises_to_the_bin_at_which_too_many_reach_it(
     x = torch.tensor([one_bin_up, -2.0, 1.0, 0.5] * 25)
     plan = TensorPlan(1, 100, 1, 10, False, Selection.ABOVE, keep, Value.FP32, tau=1.0)
     for kernels in (make_kernels(), REFERENCE):
-        survey = kernels.survey(x, plan, Momentum())
-        assert (survey.tau_bits, int(survey.counts.sum())) == (tau_bits, keep)
+        threshold = kernels.find_threshold(x, plan, Momentum())
+        assert (threshold.tau_bits, int(threshold.counts.sum())) == (tau_bits, keep)
 
 
 def test_a_threshold_beyond_all_float32_is_reached_by_nothing(make_kernels: MakeKernels) -> None:
     plan = TensorPlan(1, 100, 1, 10, False, Selection.ABOVE, 5, Value.FP32, tau=1e300)
     for kernels in (make_kernels(), REFERENCE):
-        assert int(kernels.survey(torch.full((100,), 1e30), plan, Momentum()).counts.sum()) == 0
+        assert int(kernels.find_threshold(torch.full((100,), 1e30), plan, Momentum()).counts.sum()) == 0
 
 
 def test_of_equals_the_first_chunks_and_the_lowest_indices_are_sent(make_kernels: MakeKernels) -> None:
@@ -201,7 +211,7 @@ def test_of_equals_the_first_chunks_and_the_lowest_indices_are_sent(make_kernels
     for kernels in (make_kernels(), make_kernels(4, NEXT_TO_NONE_SHARED), REFERENCE):
         left = torch.zeros(plan.state_shape)
         words, payload, _ = encode(kernels, torch.ones(500), plan, left)
-        assert kernels.find_fault(words, payload, plan) is Fault.NONE
+        assert kernels.find_error(words, payload, plan) is PayloadError.NONE
         assert left.view(-1).nonzero()[:, 0].tolist() == list(range(230, 500))
 
 
@@ -222,16 +232,16 @@ def test_a_state_with_more_broken_numbers_than_may_be_sent_is_reported(
 
 
 @pytest.mark.parametrize("values", [Value.INT8, Value.FP32], ids=["INDEX before SCALE", "INDEX before VALUE"])
-def test_of_several_faults_the_first_of_the_enumeration_is_named(values: Value, make_kernels: MakeKernels) -> None:
+def test_of_several_errors_the_first_of_the_enumeration_is_named(values: Value, make_kernels: MakeKernels) -> None:
     """The lesser one is in the first chunk, the other in the last."""
     plan = TensorPlan(1, 200, 1, 40, False, Selection.LARGEST, 5, values)
     layout = layout_with(plan, plan.entries, IndexCode.PACKED)
-    lesser = Fault.SCALE if values.scales else Fault.VALUE
+    lesser = PayloadError.SCALE if values.format.scales else PayloadError.VALUE
     words = torch.empty(layout.nwords, dtype=torch.int32)
-    REFERENCE.encode_(numbers("normal", (200,), 0), words, plan, layout, DRAW, Momentum())
+    REFERENCE.encode_(numbers("normal", (200,), 0), words, plan, layout, SAMPLE_KEY, Momentum())
     for kernels in (make_kernels(), REFERENCE):
         broken = words.clone()
         broken[layout.scales] = -1
-        assert kernels.find_fault(broken, Payload(0, layout), plan) is lesser
+        assert kernels.find_error(broken, Payload(0, layout), plan) is lesser
         broken[layout.scales - 2] = -1
-        assert kernels.find_fault(broken, Payload(0, layout), plan) is Fault.INDEX
+        assert kernels.find_error(broken, Payload(0, layout), plan) is PayloadError.INDEX

@@ -87,7 +87,7 @@ def test_small_tensors_are_spread_over_the_ranks_by_their_names() -> None:
 
 def test_an_uncut_tensor_keeps_its_name_and_its_pieces_tell_where_they_are() -> None:
     spec = spec_of((1000,), "w")
-    plan = replace(plan_tensor(spec, flexcomm.top_k(0.1)), chunk_cols=100, keep=10)
+    plan = replace(plan_tensor(spec, flexcomm.top_k(0.1)), chunk_cols=100, k=10)
     assert [piece.spec.name for piece in pieces_of(spec, plan, 1)] == ["w"]
     assert [piece.spec.name for piece in pieces_of(spec, plan, 2)] == ["w[0:500]", "w[500:1000]"]
 
@@ -101,7 +101,7 @@ def test_pieces_share_the_capacity_by_chunks_and_lose_none(recipe: str, ranks: i
         if not plan.is_variable:
             continue
         pieces = pieces_of(spec, plan, ranks)
-        assert plan.keep <= sum(piece.plan.keep for piece in pieces) < plan.keep + ranks
+        assert plan.k <= sum(piece.plan.k for piece in pieces) < plan.k + ranks
         for piece in pieces:
             most = piece.plan.chunks * piece.plan.chunk_numel
-            assert piece.plan.keep == most if plan.exact else piece.plan.keep <= most
+            assert piece.plan.k == most if plan.variable_length else piece.plan.k <= most

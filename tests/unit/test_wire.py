@@ -82,8 +82,8 @@ def test_a_fixed_payloads_length_follows_from_shapes(values: ValueCode, keep: in
     layout = plan_layout(plan, plan.entries)
     sections = [
         7 * (keep * layout.entry_bits + layout.chunk_bits),
-        7 * 16 * values.scales,
-        7 * keep * values.bits,
+        7 * 16 * values.format.scales,
+        7 * keep * values.format.bits,
     ]
     lengths = [-(-bits // 32) for bits in sections]
     assert layout.indices == 0
@@ -95,7 +95,7 @@ def test_a_variable_payload_begins_with_counts_wide_enough_for_a_full_chunk() ->
     plan = TensorPlan(1, 640, 1, 64, False, Selection.ABOVE, 100, ValueCode.BF16, tau=1.0)
     layout = plan_layout(plan, plan.entries)
     assert layout.indices == -(-10 * 7 // 32)
-    assert plan_layout(replace(plan, exact=True), 0).nwords < layout.nwords
+    assert plan_layout(replace(plan, variable_length=True), 0).nwords < layout.nwords
 
 
 @pytest.mark.parametrize("selection", [Selection.EVERYTHING, Selection.SHUFFLED, Selection.STRIDED])

@@ -282,7 +282,7 @@ class Place:
 
     def counts(self) -> list[int]:
         counts = self.payload.counts
-        return [self.plan.keep] * self.plan.chunks if counts is None else counts.tolist()
+        return [self.plan.k] * self.plan.chunks if counts is None else counts.tolist()
 
     def bit(self, section: str) -> int:
         return 32 * (self.payload.start + getattr(self.payload.layout, section))
@@ -360,7 +360,7 @@ def lie_about_counts(victim: Victim, words: Tensor, place: Place) -> bool:
 
 
 def lie_about_scales(victim: Victim, words: Tensor, place: Place) -> bool:
-    scales = place.plan.chunks * place.plan.values.scales
+    scales = place.plan.chunks * place.plan.values.format.scales
     if not scales:
         return False
     lie = (0x7F80, 0x7FC0, 0xFF80, 0x8000, 0xBF80, 0xFFFF)[victim.below(6)]
@@ -377,7 +377,7 @@ def lie_about_values(victim: Victim, words: Tensor, place: Place) -> bool:
     entries = sum(place.counts())
     if lies is None or not entries:
         return False
-    bits = place.plan.values.bits
+    bits = place.plan.values.format.bits
     put(words, place.bit("values") + bits * victim.below(entries), lies[victim.below(5)], bits)
     return True
 
@@ -475,7 +475,7 @@ def test_buckets_are_of_every_kind() -> None:
     plans = [one for name in BUCKETS for one in make_victim(name).gathered.plan.plans if one.chunks]
     assert {plan_layout(one, one.entries).code for one in plans} == set(IndexCode)
     assert {one.values for one in plans} == set(ValueCode)
-    assert {(one.is_variable, one.exact) for one in plans} == {(False, False), (True, False), (True, True)}
+    assert {(one.is_variable, one.variable_length) for one in plans} == {(False, False), (True, False), (True, True)}
 
 
 def test_what_is_not_damaged_is_decoded() -> None:

@@ -23,7 +23,9 @@ from flexcomm.kernels.cpu.records import (
     Transform,
     Words,
 )
-from flexcomm.kernels.plan import NO_DRAW, Selection
+from flexcomm.kernels.cpu.selection import SELECTIONS
+from flexcomm.kernels.cpu.values import CODES
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, Selection, check_implemented
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm.kernels.base import Momentum, Payload
-    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
 
 __all__ = [
     "NO_COUNTS",
@@ -42,13 +44,13 @@ __all__ = [
     "before_of",
     "bits_before",
     "coding_of",
-    "drawn",
     "magnitude_bits",
     "outline_of",
     "sections_of",
     "source_of",
     "target_of",
     "views_of",
+    "with_key",
 ]
 
 NO_COUNTS = np.empty((0, 0), np.int64)
@@ -69,7 +71,7 @@ def _memory(x: Tensor) -> Memory:
 
 
 def magnitude_bits(x: Tensor) -> tuple[NDArray[Any], int, int]:
-    """Return the elements as integers, the mask that takes off the sign, and the first magnitude that is unfit."""
+    """Return the elements as integers, the mask that takes off the sign, and the first magnitude that is too large."""
     integers, mask, limit = _magnitudes(x.dtype)
     return x.detach().view(integers).numpy().reshape(-1), mask, limit
 
@@ -107,7 +109,9 @@ class Outline(NamedTuple):
 @lru_cache(maxsize=4096)
 def outline_of(plan: TensorPlan) -> Outline:
     height, width = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
-    whole = plan.keep == plan.chunk_numel and not plan.is_variable
+    check_implemented("cpu", plan, SELECTIONS, CODES)
+    selection = Selection.EVERYTHING if plan.sends_everything else plan.selection
+    values = plan.values.format
     job = Job(
         rows=plan.rows,
         cols=plan.cols,
@@ -116,14 +120,17 @@ def outline_of(plan: TensorPlan) -> Outline:
         grid_cols=plan.grid_cols,
         chunk_numel=plan.chunk_numel,
         transformed=int(plan.transformed),
-        selection=int(Selection.EVERYTHING if whole else plan.selection),
-        keep=plan.keep,
+        selection=int(selection),
+        needs_magnitudes=int(selection.rule.needs_magnitudes),
+        is_variable=int(plan.is_variable),
+        k=plan.k,
         tau_bits=threshold_bits(plan.tau),
         values=int(plan.values),
-        value_bits=plan.values.bits,
-        scales=plan.values.scales,
-        key=NO_DRAW.key,
-        start=NO_DRAW.start,
+        value_bits=values.bits,
+        scales=values.scales,
+        nonfinite_mask=values.nonfinite_mask,
+        key=NO_SAMPLE_KEY.key,
+        start=NO_SAMPLE_KEY.start,
     )
     return Outline(
         job,
@@ -138,9 +145,9 @@ def _transform(length: int, *, inverse: bool) -> Transform:
     return Transform(program.height, program.inputs, program.outputs, program.steps, program.factors)
 
 
-def drawn(job: Job, draw: Draw) -> Job:
-    """Return the job for a draw."""
-    return job if draw is NO_DRAW else job._replace(key=draw.key, start=draw.start)
+def with_key(job: Job, sample_key: SampleKey) -> Job:
+    """Return the job of a step."""
+    return job if sample_key is NO_SAMPLE_KEY else job._replace(key=sample_key.key, start=sample_key.start)
 
 
 def source_of(x: Tensor, plan: TensorPlan, momentum: Momentum, outline: Outline) -> Source:
@@ -162,7 +169,7 @@ def before_of(counts: Sequence[Tensor]) -> NDArray[np.int64]:
 
 def bits_before(before: NDArray[np.int64], chunk: int, job: Job, coding: Coding) -> tuple[int, int]:
     """Return how many bits of indices and of values precede a chunk."""
-    entries = int(before[0, chunk]) if before.size else chunk * job.keep
+    entries = int(before[0, chunk]) if before.size else chunk * job.k
     return entries * coding.entry_bits + chunk * coding.chunk_bits, entries * job.value_bits
 
 

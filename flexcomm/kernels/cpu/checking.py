@@ -10,39 +10,35 @@ from flexcomm.kernels.cpu.bits import get
 from flexcomm.kernels.cpu.compiler import compiled, kept
 from flexcomm.kernels.cpu.indices import all_increase, entries_before
 from flexcomm.kernels.cpu.records import Coding
-from flexcomm.kernels.plan import IndexCode, ValueCode
+from flexcomm.kernels.plan import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import FullWords, Int, Integers, Longs
     from flexcomm.kernels.cpu.records import Job, Words
 
-__all__ = ["add_checksum", "find_fault_in_payloads", "largest_bits", "read_counts"]
+__all__ = ["add_checksum", "find_error_in_payloads", "largest_bits", "read_counts"]
 
-_FP32 = int(ValueCode.FP32)
-_BF16 = int(ValueCode.BF16)
-_INT8 = int(ValueCode.INT8)
-_SIGN = int(ValueCode.SIGN)
 _NO_INDEX = int(IndexCode.NONE)
-_INFINITY = 0x7F800000
+_FULL_BITS, _HALF_BITS = 32, 16
 
 
 @kept
-def find_fault_in_payloads(first: Int, last: Int, job: Job, words: Words, sections: Longs, before: Longs) -> Int:
-    """Return what is wrong with the chunks of several senders, of several faults the least.
+def find_error_in_payloads(first: Int, last: Int, job: Job, words: Words, sections: Longs, before: Longs) -> Int:
+    """Return what is wrong with the chunks of several senders, of several errors the least.
 
     ``sections[sender]`` holds where indices, scales and values begin, in words, and then how indices are written.
     """
     least = 0
     for sender in range(sections.shape[0]):
         own, counts = sections[sender], before[sender : sender + 1]
-        fault = find_fault_in_chunks(first, last, job, Coding(own[3], own[4], own[5], own[6]), words, own, counts)
-        if fault and (least == 0 or fault < least):
-            least = fault
+        error = find_error_in_chunks(first, last, job, Coding(own[3], own[4], own[5], own[6]), words, own, counts)
+        if error and (least == 0 or error < least):
+            least = error
     return least
 
 
 @compiled
-def find_fault_in_chunks(
+def find_error_in_chunks(
     first: Int, last: Int, job: Job, coding: Coding, words: Words, sections: Longs, before: Longs
 ) -> Int:
     """Return what is wrong with the chunks: 0 nothing, 1 an index, 2 a scale, 3 a value."""
@@ -52,22 +48,21 @@ def find_fault_in_chunks(
     for place in range(begin + first * job.scales, begin + last * job.scales):
         if words.halves[place] >= 0x7F80:
             return 2
-    start, end = entries_before(before, 0, first, job.keep), entries_before(before, 0, last, job.keep)
-    return 0 if all_finite(words, sections[2], job.values, start, end) else 3
+    start, end = entries_before(before, 0, first, job.k), entries_before(before, 0, last, job.k)
+    return 0 if all_finite(words, sections[2], job, start, end) else 3
 
 
 @compiled
-def all_finite(words: Words, section: Int, values: Int, start: Int, end: Int) -> Int:
+def all_finite(words: Words, section: Int, job: Job, start: Int, end: Int) -> Int:
     wrong = np.int32(0)
-    if values == _FP32:
-        full = words.full[section + start : section + end]
+    if job.nonfinite_mask and job.value_bits == _FULL_BITS:
+        full, infinite = words.full[section + start : section + end], np.uint32(job.nonfinite_mask)
         for entry in range(full.size):
-            wrong |= np.int32((full[entry] & np.uint32(_INFINITY)) == np.uint32(_INFINITY))
-    elif values != _INT8 and values < _SIGN:
-        halves = words.halves[2 * section + start : 2 * section + end]
-        infinite = np.uint16(0x7F80) if values == _BF16 else np.uint16(0x7C00)
+            wrong |= np.int32((full[entry] & infinite) == infinite)
+    elif job.nonfinite_mask and job.value_bits == _HALF_BITS:
+        halves, half = words.halves[2 * section + start : 2 * section + end], np.uint16(job.nonfinite_mask)
         for entry in range(halves.size):
-            wrong |= np.int32((halves[entry] & infinite) == infinite)
+            wrong |= np.int32((halves[entry] & half) == half)
     return not wrong
 
 

@@ -38,7 +38,7 @@ def make_tiles(source: Source, job: Job) -> Tiles:
 @compiled
 def make_desk(job: Job) -> Desk:
     length, lanes, spread = job.chunk_numel, lanes_of(job), 64
-    while job.selection == _LARGEST and spread < 2 * job.keep:
+    while job.selection == _LARGEST and spread < 2 * job.k:
         spread *= 2
     return Desk(
         np.empty((lanes + 2) * length + 1, np.int32),

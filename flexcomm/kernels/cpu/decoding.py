@@ -60,12 +60,12 @@ def get_entries(
     first: Int, many: Int, job: Job, words: Words, sections: Longs, before: Longs, sender: Int, desk: Desk
 ) -> Int:
     """Fill ``desk`` with what a sender sent of some chunks; return how many entries that is."""
-    start = entries_before(before, sender, first, job.keep)
+    start = entries_before(before, sender, first, job.k)
     coding = Coding(sections[3], sections[4], sections[5], sections[6])
     for i in range(many):
-        desk.counts[i] = entries_before(before, sender, first + i + 1, job.keep)
-        desk.counts[i] -= entries_before(before, sender, first + i, job.keep)
-    count = entries_before(before, sender, first + many, job.keep) - start
+        desk.counts[i] = entries_before(before, sender, first + i + 1, job.k)
+        desk.counts[i] -= entries_before(before, sender, first + i, job.k)
+    count = entries_before(before, sender, first + many, job.k) - start
     if coding.code != _NO_INDEX:
         get_index_run(words.full, 32 * sections[0], first, many, job, coding, start, desk)
     elif sender == 0:

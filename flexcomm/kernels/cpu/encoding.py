@@ -12,7 +12,7 @@ from flexcomm.kernels.cpu.indices import entries_before, put_index_run
 from flexcomm.kernels.cpu.selection import pick_chunks
 from flexcomm.kernels.cpu.transform import lanes_of, load_chunks
 from flexcomm.kernels.cpu.values import put_values
-from flexcomm.kernels.plan import IndexCode, Selection
+from flexcomm.kernels.plan import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, Longs
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["encode_chunks", "write_counts"]
 
-_LARGEST = int(Selection.LARGEST)
-_ABOVE = int(Selection.ABOVE)
 _NO_INDEX = int(IndexCode.NONE)
 _INFINITY = 0x7F800000
 
@@ -39,12 +37,12 @@ def encode_chunks(
         if next_state.shape[0]:
             rows = next_state.reshape(-1)[begin * length : (begin + many) * length]
         accumulate(rows, tiles.coefs.reshape(-1), begin, source)
-        if job.selection == _LARGEST or job.selection == _ABOVE:
+        if job.needs_magnitudes:
             fill_magnitudes(magnitudes, rows)
         count = pick_chunks(begin, many, job, before, magnitudes, desk)
         take(rows, count, desk)
         broken += count_broken(desk.taken, count)
-        start = entries_before(before, 0, begin, job.keep)
+        start = entries_before(before, 0, begin, job.k)
         if coding.code != _NO_INDEX:
             put_index_run(target.indices, target.index_origin, begin, many, job, coding, start, desk)
         put_values(target, start * job.value_bits - target.value_origin, begin, many, job, count, desk)

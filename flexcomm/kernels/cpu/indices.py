@@ -9,7 +9,7 @@ import numpy as np
 from flexcomm.kernels.cpu.bits import get, get_window, put, put_window
 from flexcomm.kernels.cpu.compiler import compiled
 from flexcomm.kernels.cpu.intrinsics import count_bits, lowest_bit
-from flexcomm.kernels.plan import IndexCode, Selection
+from flexcomm.kernels.plan import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs
@@ -19,15 +19,14 @@ __all__ = ["all_increase", "entries_before", "get_index_run", "put_index_run"]
 
 _PACKED = int(IndexCode.PACKED)
 _ELIAS_FANO = int(IndexCode.ELIAS_FANO)
-_LARGEST = int(Selection.LARGEST)
 _WINDOW_BITS = 64
 _CHUNKS_AT_ONCE = 64
 
 
 @compiled
-def entries_before(before: Longs, sender: Int, chunk: Int, keep: Int) -> Int:
+def entries_before(before: Longs, sender: Int, chunk: Int, k: Int) -> Int:
     """Return how many entries precede a chunk: the same of every chunk, unless ``before[sender, chunk]`` says."""
-    return before[sender, chunk] if before.shape[0] else chunk * keep
+    return before[sender, chunk] if before.shape[0] else chunk * k
 
 
 @compiled
@@ -48,12 +47,12 @@ def put_index_run(
 @compiled
 def put_short_run(words: FullWords, origin: Int, first: Int, many: Int, job: Job, coding: Coding, picks: Ints) -> None:
     """Write the picks of chunks with short codes."""
-    length, keep, low_bits = job.chunk_numel, job.keep, coding.low_bits
-    low_width, high_width, mask = keep * low_bits, keep + ((length - 1) >> low_bits), (1 << low_bits) - 1
-    stride, at = keep * coding.entry_bits + coding.chunk_bits, 0
+    length, k, low_bits = job.chunk_numel, job.k, coding.low_bits
+    low_width, high_width, mask = k * low_bits, k + ((length - 1) >> low_bits), (1 << low_bits) - 1
+    stride, at = k * coding.entry_bits + coding.chunk_bits, 0
     for i in range(many):
         position, lows, highs = (first + i) * stride - origin, np.uint64(0), np.uint64(0)
-        for entry in range(keep):
+        for entry in range(k):
             index = np.int64(picks[at]) - i * length
             lows |= np.uint64(index & mask) << np.uint64(entry * low_bits)
             highs |= np.uint64(1) << np.uint64((index >> low_bits) + entry)
@@ -120,22 +119,22 @@ def get_indices(
 @compiled
 def is_short(coding: Coding, job: Job) -> Int:
     """Return whether chunks have as many entries each, and both parts of Elias and Fano's code fit a window."""
-    lows, highs = job.keep * coding.low_bits, job.keep + ((job.chunk_numel - 1) >> coding.low_bits)
+    lows, highs = job.k * coding.low_bits, job.k + ((job.chunk_numel - 1) >> coding.low_bits)
     fits = 0 < lows <= _WINDOW_BITS and highs <= _WINDOW_BITS
-    return job.selection == _LARGEST and coding.code == _ELIAS_FANO and fits
+    return job.is_variable == 0 and coding.code == _ELIAS_FANO and fits
 
 
 @compiled
 def get_short_run(words: FullWords, origin: Int, first: Int, many: Int, job: Job, coding: Coding, picks: Ints) -> Int:
     """Fill ``picks`` with the indices of chunks with short codes; return whether any are wrong. No branch on data."""
-    length, keep, low_bits = job.chunk_numel, job.keep, coding.low_bits
-    low_width, high_width, mask = keep * low_bits, keep + ((length - 1) >> low_bits), np.uint64((1 << low_bits) - 1)
-    stride, at, wrong = keep * coding.entry_bits + coding.chunk_bits, 0, np.int64(0)
+    length, k, low_bits = job.chunk_numel, job.k, coding.low_bits
+    low_width, high_width, mask = k * low_bits, k + ((length - 1) >> low_bits), np.uint64((1 << low_bits) - 1)
+    stride, at, wrong = k * coding.entry_bits + coding.chunk_bits, 0, np.int64(0)
     for i in range(many):
         position, last = origin + (first + i) * stride, np.int64(-1)
         lows, highs = get_window(words, position, low_width), get_window(words, position + low_width, high_width)
-        wrong |= np.int64(count_bits(highs)) ^ keep
-        for entry in range(keep):
+        wrong |= np.int64(count_bits(highs)) ^ k
+        for entry in range(k):
             index = ((np.int64(lowest_bit(highs)) - entry) << low_bits) | np.int64(lows & mask)
             wrong |= np.int64(index <= last)
             picks[at] = i * length + index
@@ -181,8 +180,8 @@ def all_increase(first: Int, last: Int, job: Job, coding: Coding, words: FullWor
         return all_short_increase(first, last, job, coding, words, section)
     picks = np.empty(2 * job.chunk_numel + 1, np.int32)
     for chunk in range(first, last):
-        start = entries_before(before, 0, chunk, job.keep)
-        count = entries_before(before, 0, chunk + 1, job.keep) - start
+        start = entries_before(before, 0, chunk, job.k)
+        count = entries_before(before, 0, chunk + 1, job.k) - start
         position = 32 * section + start * coding.entry_bits + chunk * coding.chunk_bits
         found = get_indices(words, position, coding, job.chunk_numel, count, picks, 0, 0)
         if found != count or not increases(picks, count, job.chunk_numel):
@@ -192,7 +191,7 @@ def all_increase(first: Int, last: Int, job: Job, coding: Coding, words: FullWor
 
 @compiled
 def all_short_increase(first: Int, last: Int, job: Job, coding: Coding, words: FullWords, section: Int) -> Int:
-    picks = np.empty(_CHUNKS_AT_ONCE * job.keep, np.int32)
+    picks = np.empty(_CHUNKS_AT_ONCE * job.k, np.int32)
     for chunk in range(first, last, _CHUNKS_AT_ONCE):
         if get_short_run(words, 32 * section, chunk, min(_CHUNKS_AT_ONCE, last - chunk), job, coding, picks):
             return False

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flexcomm.kernels.base import Average, Fault, Momentum, Payload, Survey
+from flexcomm.kernels.base import Average, Momentum, Payload, PayloadError, ThresholdCounts
 from flexcomm.kernels.counting import BINS, fill_up, raise_threshold
-from flexcomm.kernels.cpu import checking, surveying
+from flexcomm.kernels.cpu import checking, thresholds
 from flexcomm.kernels.cpu.arguments import as_words, magnitude_bits, outline_of, source_of
 from flexcomm.kernels.cpu.coefficients import MAGNITUDE
 from flexcomm.kernels.cpu.mixer import mixer_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
 
 __all__ = ["CpuKernels"]
 
@@ -38,14 +38,14 @@ class CpuKernels:
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads
 
-    def is_fit(self, x: Tensor) -> bool:
+    def is_finite(self, x: Tensor) -> bool:
         if x.numel() == 0:
             return True
         bits, mask, limit = magnitude_bits(x.contiguous())
         shares = cut_up(bits.size, bits.size, self._threads)
         return bool(max(run(shares, lambda first, last: checking.largest_bits(bits[first:last], mask))) < limit)
 
-    def survey(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> Survey:
+    def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
         outline, shares = outline_of(plan), cut_up(plan.chunks, plan.chunks * plan.chunk_numel, self._threads)
         job, source = outline.job, source_of(x.contiguous(), plan, momentum, outline)
 
@@ -54,21 +54,21 @@ class CpuKernels:
             if bound <= MAGNITUDE:
                 run(
                     shares,
-                    lambda first, last: surveying.count_reaching_in_chunks(first, last, source, job, bound, counts),
+                    lambda first, last: thresholds.count_reaching_in_chunks(first, last, source, job, bound, counts),
                 )
             return torch.from_numpy(counts)
 
         def sort_into_bins(first: int, last: int) -> NDArray[np.int64]:
             bins = np.zeros(BINS, np.int64)
-            surveying.histogram_of_chunks(first, last, source, job, bins)
+            thresholds.histogram_of_chunks(first, last, source, job, bins)
             return bins
 
         counts = count(job.tau_bits)
-        if int(counts.sum()) <= plan.keep:
-            return Survey(counts, job.tau_bits)
+        if int(counts.sum()) <= plan.k:
+            return ThresholdCounts(counts, job.tau_bits)
         bins = torch.from_numpy(np.sum(run(shares, sort_into_bins), axis=0))
-        raised = raise_threshold(bins, job.tau_bits, plan.keep)
-        return Survey(fill_up(count(raised.low), count(raised.high), plan.keep), raised.low)
+        raised = raise_threshold(bins, job.tau_bits, plan.k)
+        return ThresholdCounts(fill_up(count(raised.low), count(raised.high), plan.k), raised.low)
 
     def writer(self, words: Tensor, plan: TensorPlan, layout: Layout) -> CpuWriter:
         return CpuWriter(words, plan, layout, self._threads)
@@ -79,11 +79,11 @@ class CpuKernels:
         words: Tensor,
         plan: TensorPlan,
         layout: Layout,
-        draw: Draw,
+        sample_key: SampleKey,
         momentum: Momentum,
-        survey: Survey | None = None,
+        threshold: ThresholdCounts | None = None,
     ) -> bool:
-        return self.writer(words, plan, layout).encode_(x, draw, momentum, survey)
+        return self.writer(words, plan, layout).encode_(x, sample_key, momentum, threshold)
 
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
         counts = np.empty(plan.chunks, np.int64)
@@ -93,19 +93,19 @@ class CpuKernels:
     def reader(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> CpuReader:
         return CpuReader(words, payloads, plan, self._threads)
 
-    def find_fault(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Fault:
-        return self.reader(words, [payload], plan).find_fault()
+    def find_error(self, words: Tensor, payload: Payload, plan: TensorPlan) -> PayloadError:
+        return self.reader(words, [payload], plan).find_error()
 
     def decode_(
         self,
         words: Tensor,
         payloads: Sequence[Payload],
         plan: TensorPlan,
-        draw: Draw,
+        sample_key: SampleKey,
         average: Average,
         out: Tensor,
     ) -> None:
-        self.reader(words, payloads, plan).decode_(draw, average, out)
+        self.reader(words, payloads, plan).decode_(sample_key, average, out)
 
     def checksum(self, words: Tensor, first: int) -> int:
         source = as_words(words)

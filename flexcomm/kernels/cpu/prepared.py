@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flexcomm.kernels.base import Average, Fault, Momentum, Payload, Survey
+from flexcomm.kernels.base import Average, Momentum, Payload, PayloadError, ThresholdCounts
 from flexcomm.kernels.cpu import checking, decoding, encoding
 from flexcomm.kernels.cpu.arguments import (
     NO_COUNTS,
@@ -16,12 +16,12 @@ from flexcomm.kernels.cpu.arguments import (
     before_of,
     bits_before,
     coding_of,
-    drawn,
     outline_of,
     sections_of,
     source_of,
     target_of,
     views_of,
+    with_key,
 )
 from flexcomm.kernels.cpu.records import Target
 from flexcomm.kernels.cpu.shares import cut_up, run
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm.kernels.cpu.records import Job, Source
-    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
 
 __all__ = ["CpuReader", "CpuWriter"]
 
@@ -51,15 +51,17 @@ class CpuWriter:
         scales, values = self._words[layout.scales :].view(np.uint16), views_of(self._words[layout.values :])
         self._target = Target(self._words[layout.indices :], 0, scales, values, 0)
 
-    def encode_(self, x: Tensor, draw: Draw, momentum: Momentum, survey: Survey | None = None) -> bool:
+    def encode_(
+        self, x: Tensor, sample_key: SampleKey, momentum: Momentum, threshold: ThresholdCounts | None = None
+    ) -> bool:
         self._words.fill(0)
         plan = self._plan
         if plan.chunks == 0:
             return True
-        job = drawn(self._outline.job, draw)
+        job = with_key(self._outline.job, sample_key)
         source, next_state = source_of(x.contiguous(), plan, momentum, self._outline), as_floats(momentum.next_state)
-        if survey is not None:
-            return self._encode_surveyed_(source, next_state, job._replace(tau_bits=survey.tau_bits), survey)
+        if threshold is not None:
+            return self._encode_variable_(source, next_state, job._replace(tau_bits=threshold.tau_bits), threshold)
         broken = run(
             self._shares(),
             lambda first, last: encoding.encode_chunks(
@@ -68,8 +70,10 @@ class CpuWriter:
         )
         return not any(broken)
 
-    def _encode_surveyed_(self, source: Source, next_state: NDArray[np.float32], job: Job, survey: Survey) -> bool:
-        target, coding, before = self._target, self._coding, before_of([survey.counts])
+    def _encode_variable_(
+        self, source: Source, next_state: NDArray[np.float32], job: Job, threshold: ThresholdCounts
+    ) -> bool:
+        target, coding, before = self._target, self._coding, before_of([threshold.counts])
         pieces: list[_Piece] = []
 
         def encode(first: int, last: int) -> int:
@@ -80,7 +84,7 @@ class CpuWriter:
             mine = Target(indices.words, indices.origin, target.scales, views_of(values.words), values.origin)
             return int(encoding.encode_chunks(first, last, source, next_state, job, coding, before, mine))
 
-        encoding.write_counts(self._words, survey.counts.numpy(), self._plan.chunk_numel.bit_length())
+        encoding.write_counts(self._words, threshold.counts.numpy(), self._plan.chunk_numel.bit_length())
         broken = run(self._shares(), encode)
         for piece in pieces:
             piece.join_()
@@ -113,22 +117,22 @@ class CpuReader:
         counts = [payload.counts for payload in payloads if payload.counts is not None]
         self._before = before_of(counts) if plan.is_variable else NO_COUNTS
 
-    def find_fault(self) -> Fault:
+    def find_error(self) -> PayloadError:
         if self._plan.chunks == 0:
-            return Fault.NONE
-        faults = run(
+            return PayloadError.NONE
+        errors = run(
             self._shares(),
-            lambda first, last: checking.find_fault_in_payloads(
+            lambda first, last: checking.find_error_in_payloads(
                 first, last, self._outline.job, self._words, self._sections, self._before
             ),
         )
-        return Fault(min(fault for fault in faults if fault)) if any(faults) else Fault.NONE
+        return PayloadError(min(error for error in errors if error)) if any(errors) else PayloadError.NONE
 
-    def decode_(self, draw: Draw, average: Average, out: Tensor) -> None:
+    def decode_(self, sample_key: SampleKey, average: Average, out: Tensor) -> None:
         if self._plan.chunks == 0:
             return
         dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        job, target = drawn(self._outline.job, draw), target_of(dense, self._plan, self._outline)
+        job, target = with_key(self._outline.job, sample_key), target_of(dense, self._plan, self._outline)
         by_contributors = int(average == "contributors")
         run(
             self._shares(),

@@ -28,7 +28,7 @@ FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
 
 
 class Job(NamedTuple):
-    """A plan and a draw, as numbers the loops can take."""
+    """A plan and a sample key, as numbers the loops can take."""
 
     rows: int
     cols: int
@@ -38,11 +38,14 @@ class Job(NamedTuple):
     chunk_numel: int
     transformed: int
     selection: int
-    keep: int
+    needs_magnitudes: int
+    is_variable: int
+    k: int
     tau_bits: int
     values: int
     value_bits: int
     scales: int
+    nonfinite_mask: int
     key: int
     start: int
 

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Int, Ints, Longs
     from flexcomm.kernels.cpu.records import Desk, Job
 
-__all__ = ["pick_chunks"]
+__all__ = ["SELECTIONS", "pick_chunks"]
 
 _EVERYTHING = int(Selection.EVERYTHING)
 _LARGEST = int(Selection.LARGEST)
 _ABOVE = int(Selection.ABOVE)
 _SHUFFLED = int(Selection.SHUFFLED)
+_STRIDED = int(Selection.STRIDED)
+SELECTIONS = (Selection.EVERYTHING, Selection.LARGEST, Selection.ABOVE, Selection.SHUFFLED, Selection.STRIDED)
+"""Those that the functions below have a branch for; plans with others are refused before."""
 _LOW32 = 0xFFFFFFFF
 _TWO_OCTAVES = 2 << 23
 
@@ -60,29 +63,29 @@ def count_reaching(magnitudes: Ints, bound: Int) -> Int:
 
 
 @compiled
-def bound_of_largest(magnitudes: Ints, keep: Int) -> Int:
-    """Return the largest bound that at least ``keep`` magnitudes reach, or one that exactly so many reach."""
+def bound_of_largest(magnitudes: Ints, k: Int) -> Int:
+    """Return the largest bound that at least ``k`` magnitudes reach, or one that exactly so many reach."""
     top = np.int32(0)
     for i in range(magnitudes.size):
         top = max(top, magnitudes[i])
     low, high = max(np.int64(0), np.int64(top) - _TWO_OCTAVES), np.int64(top) + 1
     reaching = count_reaching(magnitudes, low)
-    while reaching < keep:
+    while reaching < k:
         low, high = low >> 1, low
         reaching = count_reaching(magnitudes, low)
-    while reaching != keep and high - low > 1:
+    while reaching != k and high - low > 1:
         middle = (low + high) >> 1
         reaching = count_reaching(magnitudes, middle)
         # Two choices, not a branch: which half it is cannot be predicted.
-        enough = reaching >= keep
+        enough = reaching >= k
         low = middle if enough else low
         high = high if enough else middle
     return low
 
 
 @compiled
-def pick_by_maxima(magnitudes: Ints, keep: Int, tops: Ints, few: Ints, picks: Ints, base: Int) -> tuple[Int, Int]:
-    """Pick those that reach the bound of the ``keep`` largest of a long row, looking closely at few of them.
+def pick_by_maxima(magnitudes: Ints, k: Int, tops: Ints, few: Ints, picks: Ints, base: Int) -> tuple[Int, Int]:
+    """Pick those that reach the bound of the ``k`` largest of a long row, looking closely at few of them.
 
     Returns the bound and how many reach it.
     """
@@ -92,12 +95,12 @@ def pick_by_maxima(magnitudes: Ints, keep: Int, tops: Ints, few: Ints, picks: In
         row = magnitudes[begin : begin + spread]
         for i in range(spread):
             tops[i] = max(tops[i], row[i])
-    # `keep` of these maxima reach the floor, so at least as many magnitudes do, and seldom many more.
-    floor = bound_of_largest(tops, keep)
+    # `k` of these maxima reach the floor, so at least as many magnitudes do, and seldom many more.
+    floor = bound_of_largest(tops, k)
     count = collect_few(magnitudes, floor, picks, base)
     for entry in range(count):
         few[entry] = magnitudes[picks[entry] - base]
-    bound, found = max(floor, bound_of_largest(few[:count], keep)), 0
+    bound, found = max(floor, bound_of_largest(few[:count], k)), 0
     for entry in range(count):
         picks[found] = picks[entry]
         found += few[entry] >= bound
@@ -105,22 +108,22 @@ def pick_by_maxima(magnitudes: Ints, keep: Int, tops: Ints, few: Ints, picks: In
 
 
 @compiled
-def pick_largest(magnitudes: Ints, keep: Int, tops: Ints, few: Ints, picks: Ints, base: Int) -> Int:
-    """Pick the ``keep`` largest magnitudes, in order; of equals those of lowest index."""
+def pick_largest(magnitudes: Ints, k: Int, tops: Ints, few: Ints, picks: Ints, base: Int) -> Int:
+    """Pick the ``k`` largest magnitudes, in order; of equals those of lowest index."""
     if 4 * tops.size <= magnitudes.size:
-        bound, count = pick_by_maxima(magnitudes, keep, tops, few, picks, base)
+        bound, count = pick_by_maxima(magnitudes, k, tops, few, picks, base)
     else:
-        bound = bound_of_largest(magnitudes, keep)
+        bound = bound_of_largest(magnitudes, k)
         count = collect(magnitudes, bound, picks, base)
-    return drop_last(magnitudes, bound + 1, keep, picks, base, count)
+    return drop_last(magnitudes, bound + 1, k, picks, base, count)
 
 
 @compiled
-def drop_last(magnitudes: Ints, bound: Int, keep: Int, picks: Ints, base: Int, count: Int) -> Int:
-    """Drop the last of those picks that stay below the bound, until ``keep`` are left."""
-    if count == keep:
+def drop_last(magnitudes: Ints, bound: Int, k: Int, picks: Ints, base: Int, count: Int) -> Int:
+    """Drop the last of those picks that stay below the bound, until ``k`` are left."""
+    if count == k:
         return count
-    spare = count - keep
+    spare = count - k
     for entry in range(count - 1, -1, -1):
         if spare > 0 and magnitudes[picks[entry] - base] < bound:
             picks[entry] = -1
@@ -166,11 +169,11 @@ def pick_shared(chunk: Int, job: Job, marks: Ints, picks: Ints, base: Int) -> In
     length = job.chunk_numel
     marks[:] = 0
     key = mix32((job.key + chunk * 0x9E3779B9) & _LOW32)
-    for entry in range(job.keep):
+    for entry in range(job.k):
         if job.selection == _SHUFFLED:
             marks[shuffled((job.start + entry) % length, length, key)] = 1
-        else:
-            marks[(entry * length // job.keep + job.start) % length] = 1
+        elif job.selection == _STRIDED:
+            marks[(entry * length // job.k + job.start) % length] = 1
     return collect(marks, 1, picks, base)
 
 
@@ -185,15 +188,16 @@ def pick_chunks(first: Int, many: Int, job: Job, before: Longs, magnitudes: Ints
     for i in range(many):
         # A row of its own, not an offset: where an index could be negative, numba's loops are not made into vectors.
         row, picks, base = magnitudes[i * length : (i + 1) * length], desk.picks[total:], i * length
+        count = 0
         if job.selection == _EVERYTHING:
             count = length
         elif job.selection == _LARGEST:
-            count = pick_largest(row, job.keep, desk.tops, desk.few, picks, base)
+            count = pick_largest(row, job.k, desk.tops, desk.few, picks, base)
         elif job.selection == _ABOVE:
             reaching = collect(row, job.tau_bits, picks, base)
             count = before[0, first + i + 1] - before[0, first + i]
             drop_last(row, ((job.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT, count, picks, base, reaching)
-        else:
+        elif job.selection == _SHUFFLED or job.selection == _STRIDED:
             count = pick_shared(first + i, job, desk.few, picks, base)
         desk.counts[i] = count
         total += count

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Ints
     from flexcomm.kernels.cpu.records import Desk, Job, Target, Words
 
-__all__ = ["get_values", "put_values"]
+__all__ = ["CODES", "get_values", "put_values"]
 
 _FP32 = int(ValueCode.FP32)
 _BF16 = int(ValueCode.BF16)
 _FP16 = int(ValueCode.FP16)
 _INT8 = int(ValueCode.INT8)
 _SIGN = int(ValueCode.SIGN)
+_SIGN2 = int(ValueCode.SIGN2)
+CODES = (ValueCode.FP32, ValueCode.BF16, ValueCode.FP16, ValueCode.INT8, ValueCode.SIGN, ValueCode.SIGN2)
+"""Those that the functions below have a branch for; plans with others are refused before."""
 _MAGNITUDE = 0x7FFFFFFF
 _LARGEST_FP16 = 0x7BFF
 _ZERO = np.float32(0.0)
@@ -36,7 +39,7 @@ def put_values(target: Target, position: Int, first: Int, many: Int, job: Job, c
         put_bf16(target.values.halves[position >> 4 :], desk.taken, count)
     elif job.values == _FP16:
         put_fp16(target.values.halves[position >> 4 :], desk.taken, count)
-    else:
+    elif job.scales:
         done = 0
         for i in range(many):
             taken = desk.taken[done : done + desk.counts[i]]
@@ -50,7 +53,7 @@ def put_scaled(target: Target, position: Int, chunk: Int, job: Job, taken: Float
         put_int8(target.values.bytes[position >> 3 :], target.scales, chunk, taken)
     elif job.values == _SIGN:
         put_sign(target.values.full, position, target.scales, chunk, taken, desk.sums)
-    else:
+    elif job.values == _SIGN2:
         put_sign2(target.values.full, position, target.scales, chunk, taken, desk.few)
 
 
@@ -158,7 +161,7 @@ def get_values(
         halves = words.halves[position >> 4 :]
         for entry in range(count):
             sent[entry] = fp16_value(np.int64(halves[entry]))
-    else:
+    elif job.scales:
         done = 0
         for i in range(many):
             here = sent[done : done + desk.counts[i]]
@@ -172,7 +175,7 @@ def get_scaled(words: Words, position: Int, scales: Int, chunk: Int, values: Int
         get_levels(words.bytes[position >> 3 :], get_scale(words.halves, scales, chunk), sent)
     elif values == _SIGN:
         get_signs(words.full, position, get_scale(words.halves, scales, chunk), sent)
-    else:
+    elif values == _SIGN2:
         base, step = get_scale(words.halves, scales, 2 * chunk), get_scale(words.halves, scales, 2 * chunk + 1)
         get_run(words.full, position, 3, codes, sent.size)
         for entry in range(sent.size):

@@ -8,7 +8,7 @@ import torch
 
 from flexcomm.kernels.gpu.programs import load_program
 from flexcomm.kernels.gpu.records import Job, Section, Term
-from flexcomm.kernels.plan import NO_DRAW
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, Selection, ValueCode, check_implemented
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm.kernels.base import Momentum
-    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
 
 __all__ = ["ELEMENTS", "coefficients_job", "elements_job", "list_records", "mix_job", "plan_job", "section_of"]
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """As ``codec.cu`` numbers them."""
+_SELECTIONS = (Selection.EVERYTHING, Selection.LARGEST, Selection.ABOVE, Selection.SHUFFLED, Selection.STRIDED)
+_CODES = (ValueCode.FP32, ValueCode.BF16, ValueCode.FP16, ValueCode.INT8, ValueCode.SIGN, ValueCode.SIGN2)
+"""Those of the enumerations of ``codec.cu``, which has a branch for each."""
 _LOW32 = (1 << 32) - 1
 
 
-def plan_job(plan: TensorPlan, draw: Draw = NO_DRAW) -> Job:
+def plan_job(plan: TensorPlan, sample_key: SampleKey = NO_SAMPLE_KEY) -> Job:
+    check_implemented("gpu", plan, _SELECTIONS, _CODES)
     return Job(
         rows=plan.rows,
         cols=plan.cols,
@@ -36,19 +40,19 @@ def plan_job(plan: TensorPlan, draw: Draw = NO_DRAW) -> Job:
         chunks=plan.chunks,
         transformed=int(plan.transformed),
         selection=int(plan.selection),
-        keep=plan.keep,
+        k=plan.k,
         values=int(plan.values),
-        value_bits=plan.values.bits,
-        scales=plan.values.scales,
+        value_bits=plan.values.format.bits,
+        scales=plan.values.format.scales,
         count_bits=plan.chunk_numel.bit_length(),
-        key=draw.key & _LOW32,
-        start=draw.start,
+        key=sample_key.key & _LOW32,
+        start=sample_key.start,
     )
 
 
-def coefficients_job(x: Tensor, plan: TensorPlan, draw: Draw, momentum: Momentum) -> Job:
+def coefficients_job(x: Tensor, plan: TensorPlan, sample_key: SampleKey, momentum: Momentum) -> Job:
     """Return a job that can compute ``decay * state + gain * coefficients`` of ``x``."""
-    job = plan_job(plan, draw)
+    job = plan_job(plan, sample_key)
     job.element, job.decay, job.factor = ELEMENTS[x.dtype], momentum.decay, plan.scale(momentum.gain)
     job.stays = 1.0 - momentum.alpha
     job.point(memory=x.detach().contiguous(), state=None if momentum.state is None else momentum.state.contiguous())
@@ -56,9 +60,9 @@ def coefficients_job(x: Tensor, plan: TensorPlan, draw: Draw, momentum: Momentum
     return job
 
 
-def elements_job(out: Tensor, plan: TensorPlan, draw: Draw) -> Job:
+def elements_job(out: Tensor, plan: TensorPlan, sample_key: SampleKey) -> Job:
     """Return a job that can fill ``out``, which is contiguous, with the elements that have some coefficients."""
-    job = plan_job(plan, draw)
+    job = plan_job(plan, sample_key)
     job.element, job.factor = ELEMENTS[out.dtype], plan.scale(1.0)
     job.point(memory=out)
     _add_transforms(job, plan, out.device, inverse=True)

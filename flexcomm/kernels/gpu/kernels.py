@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
+from flexcomm.kernels.base import (
+    LARGEST_MAGNITUDE,
+    Average,
+    Momentum,
+    Payload,
+    PayloadError,
+    Reader,
+    ThresholdCounts,
+    Writer,
+)
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, entries_before, fill_up, raise_threshold, threshold_bits
 from flexcomm.kernels.gpu.jobs import (
     ELEMENTS,
@@ -22,27 +31,27 @@ from flexcomm.kernels.gpu.launcher import CupyLauncher, Launcher
 from flexcomm.kernels.gpu.records import Job
 from flexcomm.kernels.gpu.share import Share, plan_chunk_share, plan_item_share, plan_sum_share
 from flexcomm.kernels.plain import PlainReader, PlainWriter
-from flexcomm.kernels.plan import NO_DRAW
+from flexcomm.kernels.plan import NO_SAMPLE_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
 
 __all__ = ["GpuKernels"]
 
 _EXPONENT = int(math.log2(LARGEST_MAGNITUDE))
-_UNFIT_BITS = {
+_NONFINITE_BITS = {
     torch.float32: (127 + _EXPONENT) << 23,
     torch.bfloat16: (127 + _EXPONENT) << 7,
     torch.float16: 0x7C00,
     torch.float64: (1023 + _EXPONENT) << 52,
 }
-"""The least magnitude that is unfit, as bits. All finite numbers of float16 are fit."""
-_NO_FAULT = len(Fault)
-"""More than any fault: kernels leave the least they find."""
+"""The least magnitude that is too large, as bits. All finite numbers of float16 are small enough."""
+_NO_ERROR = len(PayloadError)
+"""More than any error: kernels leave the least they find."""
 _LOW32 = (1 << 32) - 1
 
 
@@ -55,23 +64,23 @@ class GpuKernels:
         self._launcher = CupyLauncher() if launcher is None else launcher
         self._threads = threads
 
-    def is_fit(self, x: Tensor) -> bool:
-        job = Job(element=ELEMENTS[x.dtype], numel=x.numel(), first=_UNFIT_BITS[x.dtype])
+    def is_finite(self, x: Tensor) -> bool:
+        job = Job(element=ELEMENTS[x.dtype], numel=x.numel(), first=_NONFINITE_BITS[x.dtype])
         job.point(memory=x.detach().contiguous())
         return self._ask("find_unfit", x.numel(), job, x.device) == 0
 
-    def survey(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> Survey:
-        job, tau_bits = coefficients_job(x, plan, NO_DRAW, momentum), threshold_bits(plan.tau)
+    def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
+        job, tau_bits = coefficients_job(x, plan, NO_SAMPLE_KEY, momentum), threshold_bits(plan.tau)
         counts, _ = self._count(job, plan, tau_bits, x.device)
-        if int(counts.sum()) <= plan.keep:
-            return Survey(counts, tau_bits)
+        if int(counts.sum()) <= plan.k:
+            return ThresholdCounts(counts, tau_bits)
         bins = torch.zeros(BINS, dtype=torch.int64, device=x.device)
         job.first = (tau_bits >> BIN_SHIFT) + 1
         job.point(counts=bins)
         self._launch_chunks("histogram_of_chunks", plan, job, x.device)
-        raised = raise_threshold(bins, tau_bits, plan.keep)
+        raised = raise_threshold(bins, tau_bits, plan.k)
         low, high = self._count(job, plan, raised.low, x.device)
-        return Survey(fill_up(low, high, plan.keep), raised.low)
+        return ThresholdCounts(fill_up(low, high, plan.k), raised.low)
 
     def encode_(
         self,
@@ -79,19 +88,19 @@ class GpuKernels:
         words: Tensor,
         plan: TensorPlan,
         layout: Layout,
-        draw: Draw,
+        sample_key: SampleKey,
         momentum: Momentum,
-        survey: Survey | None = None,
+        threshold: ThresholdCounts | None = None,
     ) -> bool:
         words.zero_()
-        answer, job = _answer(x.device), coefficients_job(x, plan, draw, momentum)
+        answer, job = _answer(x.device), coefficients_job(x, plan, sample_key, momentum)
         job.point(words=words, answer=answer)
-        if survey is None:
+        if threshold is None:
             job.own = section_of(0, layout, None)
         else:
-            before, job.tau_bits = entries_before(survey.counts), survey.tau_bits
+            before, job.tau_bits = entries_before(threshold.counts), threshold.tau_bits
             job.own = section_of(0, layout, before)
-            job.point(counts=survey.counts)
+            job.point(counts=threshold.counts)
             self._launch_items("write_counts", plan.chunks, job, x.device)
         rest = None if momentum.next_state is None else _dense(momentum.next_state)
         job.point(next_state=rest)
@@ -108,20 +117,20 @@ class GpuKernels:
         job.point(words=words, counts=counts)
         return counts if self._ask("read_counts", plan.chunks, job, words.device) == 0 else None
 
-    def find_fault(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Fault:
-        answer, job, before = _answer(words.device, _NO_FAULT), plan_job(plan), _before(payload)
+    def find_error(self, words: Tensor, payload: Payload, plan: TensorPlan) -> PayloadError:
+        answer, job, before = _answer(words.device, _NO_ERROR), plan_job(plan), _before(payload)
         job.own = section_of(payload.start, payload.layout, before)
         job.point(words=words, answer=answer)
         self._launch_chunks("find_faults", plan, job, words.device)
         found = int(answer)
-        return Fault.NONE if found == _NO_FAULT else Fault(found)
+        return PayloadError.NONE if found == _NO_ERROR else PayloadError(found)
 
     def decode_(
         self,
         words: Tensor,
         payloads: Sequence[Payload],
         plan: TensorPlan,
-        draw: Draw,
+        sample_key: SampleKey,
         average: Average,
         out: Tensor,
     ) -> None:
@@ -129,7 +138,7 @@ class GpuKernels:
         sections = [
             section_of(payload.start, payload.layout, before) for payload, before in zip(payloads, befores, strict=True)
         ]
-        job = elements_job(dense, plan, draw)
+        job = elements_job(dense, plan, sample_key)
         job.senders, job.by_contributors = len(payloads), int(average == "contributors")
         job.point(words=words, sections=list_records(sections, out.device))
         self._launch_chunks("decode_chunks", plan, job, out.device)

@@ -42,7 +42,7 @@ class Job(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "rows", "cols", "chunk_rows", "chunk_cols", "grid_cols", "chunk_numel", "chunks",
-                "transformed", "selection", "keep", "tau_bits", "values", "value_bits", "scales", "count_bits",
+                "transformed", "selection", "k", "tau_bits", "values", "value_bits", "scales", "count_bits",
                 "key", "start", "element", "numel", "first", "senders", "by_contributors", "term_count",
                 "group", "solo", "pitch", "pitch_down", "pitch_along", "turned_at", "marks_at", "ranks_at",
                 "block_words",

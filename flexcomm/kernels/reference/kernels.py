@@ -6,28 +6,37 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Fault, Momentum, Payload, Reader, Survey, Writer
+from flexcomm.kernels.base import (
+    LARGEST_MAGNITUDE,
+    Average,
+    Momentum,
+    Payload,
+    PayloadError,
+    Reader,
+    ThresholdCounts,
+    Writer,
+)
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, fill_up, raise_threshold, threshold_bits
 from flexcomm.kernels.plain import PlainReader, PlainWriter
-from flexcomm.kernels.plan import IndexCode, ValueCode
+from flexcomm.kernels.plan import IndexCode, check_implemented
 from flexcomm.kernels.reference.bits import get, put, to_bits, to_words
 from flexcomm.kernels.reference.floats import divided, magnitude_bits, rounded
 from flexcomm.kernels.reference.hashing import GOLDEN, LOW32, mix32
 from flexcomm.kernels.reference.indices import get_indices, put_indices
-from flexcomm.kernels.reference.selection import select, select_shared
+from flexcomm.kernels.reference.selection import SELECTIONS, select, select_shared
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexcomm.kernels.reference.values import dequantise, quantise
+from flexcomm.kernels.reference.values import CODES, dequantise, quantise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Draw, Layout, TensorPlan
+    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
 
 __all__ = ["ReferenceKernels"]
 
-_INFINITE = {ValueCode.FP32: 0x7F800000, ValueCode.BF16: 0x7F80, ValueCode.FP16: 0x7C00}
+_SCALE_INFINITY = 0x7F80
 
 
 class ReferenceKernels:
@@ -35,18 +44,18 @@ class ReferenceKernels:
 
     name = "reference"
 
-    def is_fit(self, x: Tensor) -> bool:
+    def is_finite(self, x: Tensor) -> bool:
         return bool((x.abs() < LARGEST_MAGNITUDE).all())
 
-    def survey(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> Survey:
+    def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
         magnitudes, tau_bits = magnitude_bits(accumulate(x, plan, momentum)), threshold_bits(plan.tau)
         counts = (magnitudes >= tau_bits).sum(dim=1)
-        if int(counts.sum()) <= plan.keep:
-            return Survey(counts, tau_bits)
+        if int(counts.sum()) <= plan.k:
+            return ThresholdCounts(counts, tau_bits)
         bins = torch.bincount(magnitudes.view(-1) >> BIN_SHIFT, minlength=BINS)
-        raised = raise_threshold(bins, tau_bits, plan.keep)
+        raised = raise_threshold(bins, tau_bits, plan.k)
         low, high = ((magnitudes >= bound).sum(dim=1) for bound in raised)
-        return Survey(fill_up(low, high, plan.keep), raised.low)
+        return ThresholdCounts(fill_up(low, high, plan.k), raised.low)
 
     def encode_(
         self,
@@ -54,20 +63,21 @@ class ReferenceKernels:
         words: Tensor,
         plan: TensorPlan,
         layout: Layout,
-        draw: Draw,
+        sample_key: SampleKey,
         momentum: Momentum,
-        survey: Survey | None = None,
+        threshold: ThresholdCounts | None = None,
     ) -> bool:
+        check_implemented("reference", plan, SELECTIONS, CODES)
         coefficients = accumulate(x, plan, momentum)
-        chosen = select(coefficients, plan, draw, survey)
+        chosen = select(coefficients, plan, sample_key, threshold)
         picked = coefficients[chosen]
         bits = torch.zeros(32 * words.numel(), dtype=torch.int64, device=x.device)
-        if survey is not None:
-            put(bits, 0, survey.counts, plan.chunk_numel.bit_length())
+        if threshold is not None:
+            put(bits, 0, threshold.counts, plan.chunk_numel.bit_length())
         put_indices(bits[32 * layout.indices :], chosen, layout)
         codes, scales = quantise(picked, chosen, plan.values)
         put(bits, 32 * layout.scales, scales.reshape(-1), 16)
-        put(bits, 32 * layout.values, codes, plan.values.bits)
+        put(bits, 32 * layout.values, codes, plan.values.format.bits)
         words.copy_(to_words(bits))
         if momentum.next_state is not None:
             unsent = picked - dequantise(codes, scales, chosen, plan.values)
@@ -84,35 +94,36 @@ class ReferenceKernels:
         counts = get(to_bits(words[start : start + nwords]), 0, plan.chunks, width)
         return None if bool((counts > plan.chunk_numel).any()) else counts
 
-    def find_fault(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Fault:
+    def find_error(self, words: Tensor, payload: Payload, plan: TensorPlan) -> PayloadError:
         layout, counts = payload.layout, _counts_of(payload, plan, words.device)
         bits = to_bits(words[payload.start : payload.start + layout.nwords])
         if layout.code is not IndexCode.NONE:
             found = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
             if found is None:
-                return Fault.INDEX
-        scales = get(bits, 32 * layout.scales, plan.chunks * plan.values.scales, 16)
-        if bool((scales >= _INFINITE[ValueCode.BF16]).any()):
-            return Fault.SCALE
-        codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.bits)
-        infinite = _INFINITE.get(plan.values)
-        if infinite is not None and bool(((codes & infinite) == infinite).any()):
-            return Fault.VALUE
-        return Fault.NONE
+                return PayloadError.INDEX
+        scales = get(bits, 32 * layout.scales, plan.chunks * plan.values.format.scales, 16)
+        if bool((scales >= _SCALE_INFINITY).any()):
+            return PayloadError.SCALE
+        codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.format.bits)
+        infinite = plan.values.format.nonfinite_mask
+        if infinite and bool(((codes & infinite) == infinite).any()):
+            return PayloadError.VALUE
+        return PayloadError.NONE
 
     def decode_(
         self,
         words: Tensor,
         payloads: Sequence[Payload],
         plan: TensorPlan,
-        draw: Draw,
+        sample_key: SampleKey,
         average: Average,
         out: Tensor,
     ) -> None:
+        check_implemented("reference", plan, SELECTIONS, CODES)
         total = torch.zeros(plan.state_shape, device=out.device)
         given = torch.zeros(plan.state_shape, device=out.device)
         for payload in payloads:
-            chosen, sent = _decode(words, payload, plan, draw)
+            chosen, sent = _decode(words, payload, plan, sample_key)
             total[chosen] += sent
             given[chosen] += 1.0
         mean = total / given.clamp(min=1.0) if average == "contributors" else divided(total, float(len(payloads)))
@@ -139,18 +150,19 @@ class ReferenceKernels:
         return distance
 
 
-def _decode(words: Tensor, payload: Payload, plan: TensorPlan, draw: Draw) -> tuple[Tensor, Tensor]:
+def _decode(words: Tensor, payload: Payload, plan: TensorPlan, sample_key: SampleKey) -> tuple[Tensor, Tensor]:
     """Return the mask of sent coefficients, and their values in order."""
     layout, counts = payload.layout, _counts_of(payload, plan, words.device)
     bits = to_bits(words[payload.start : payload.start + layout.nwords])
     if layout.code is IndexCode.NONE:
-        chosen = select_shared(plan, draw, words.device)
+        chosen = select_shared(plan, sample_key, words.device)
     else:
         found = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
-        assert found is not None, "decode_ takes payloads without a fault"  # noqa: S101  (our own invariant)
+        assert found is not None, "decode_ takes payloads without a error"  # noqa: S101  (our own invariant)
         chosen = found
-    codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.bits)
-    scales = get(bits, 32 * layout.scales, plan.chunks * plan.values.scales, 16).view(plan.chunks, plan.values.scales)
+    codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.format.bits)
+    width = plan.values.format.scales
+    scales = get(bits, 32 * layout.scales, plan.chunks * width, 16).view(plan.chunks, width)
     return chosen, dequantise(codes, scales, chosen, plan.values)
 
 
@@ -161,7 +173,7 @@ def _factor(weight: float, dtype: torch.dtype) -> float:
 def _counts_of(payload: Payload, plan: TensorPlan, device: torch.device) -> Tensor:
     if payload.counts is not None:
         return payload.counts
-    return torch.full((plan.chunks,), plan.keep, device=device)
+    return torch.full((plan.chunks,), plan.k, device=device)
 
 
 def _taken_out(picked: Tensor, unsent: Tensor, alpha: float) -> Tensor:

@@ -14,33 +14,24 @@ from flexcomm.kernels.reference.hashing import GOLDEN, mix32
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexcomm.kernels.base import Survey
-    from flexcomm.kernels.plan import Draw, TensorPlan
+    from flexcomm.kernels.base import ThresholdCounts
+    from flexcomm.kernels.plan import SampleKey, TensorPlan
 
-__all__ = ["select", "select_shared"]
-
-
-def select(coefficients: Tensor, plan: TensorPlan, draw: Draw, survey: Survey | None) -> Tensor:
-    if survey is not None:
-        return _select_reaching(magnitude_bits(coefficients), survey)
-    if plan.selection is Selection.LARGEST:
-        order = magnitude_bits(coefficients).sort(dim=1, descending=True, stable=True).indices
-        return _mask(plan, order[:, : plan.keep])
-    return select_shared(plan, draw, coefficients.device)
+__all__ = ["SELECTIONS", "select", "select_shared"]
 
 
-def select_shared(plan: TensorPlan, draw: Draw, device: torch.device) -> Tensor:
-    """Select what every rank derives alike from the draw."""
-    return _mask(plan, _shared_indices(plan, draw, device))
+def select(coefficients: Tensor, plan: TensorPlan, sample_key: SampleKey, threshold: ThresholdCounts | None) -> Tensor:
+    if not plan.sends_indices:
+        return select_shared(plan, sample_key, coefficients.device)
+    return _BY_MAGNITUDE[plan.selection](magnitude_bits(coefficients), plan, threshold)
 
 
-def _select_reaching(magnitudes: Tensor, survey: Survey) -> Tensor:
-    """Select what reaches the threshold; of its own bin, so many of lowest index that the counts are kept."""
-    bin_end = ((survey.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT
-    above = magnitudes >= bin_end
-    ties = (magnitudes >= survey.tau_bits) & ~above
-    room = (survey.counts - above.sum(dim=1)).unsqueeze(1)
-    return above | (ties & (ties.cumsum(dim=1) <= room))
+def select_shared(plan: TensorPlan, sample_key: SampleKey, device: torch.device) -> Tensor:
+    """Select what every rank derives alike from plan and key."""
+    if plan.sends_everything:
+        return torch.ones(plan.state_shape, dtype=torch.bool, device=device)
+    entries = torch.arange(plan.k, device=device).expand(plan.chunks, plan.k)
+    return _mask(plan, _SHARED[plan.selection](entries, plan, sample_key))
 
 
 def _mask(plan: TensorPlan, indices: Tensor) -> Tensor:
@@ -48,19 +39,39 @@ def _mask(plan: TensorPlan, indices: Tensor) -> Tensor:
     return chosen.scatter_(1, indices, True)
 
 
-def _shared_indices(plan: TensorPlan, draw: Draw, device: torch.device) -> Tensor:
-    """Return the indices ``[chunks, keep]`` that every rank derives alike."""
-    length = plan.chunk_numel
-    entries = torch.arange(plan.keep, device=device).expand(plan.chunks, plan.keep)
-    if plan.selection is Selection.EVERYTHING:
-        return entries
-    if plan.selection is Selection.STRIDED:
-        return (entries * length // plan.keep + draw.start) % length
-    chunks = torch.arange(plan.chunks, device=device).unsqueeze(1)
-    return _shuffled((draw.start + entries) % length, length, mix32(draw.key + chunks * GOLDEN))
+def _largest(magnitudes: Tensor, plan: TensorPlan, threshold: ThresholdCounts | None) -> Tensor:
+    del threshold
+    order = magnitudes.sort(dim=1, descending=True, stable=True).indices
+    return _mask(plan, order[:, : plan.k])
 
 
-def _shuffled(places: Tensor, length: int, keys: Tensor) -> Tensor:
+def _above(magnitudes: Tensor, plan: TensorPlan, threshold: ThresholdCounts | None) -> Tensor:
+    """Select what reaches the threshold; of its own bin, so many of lowest index that the counts are kept."""
+    del plan
+    assert threshold is not None, "a variable plan is encoded with its threshold"  # noqa: S101  (our own invariant)
+    bin_end = ((threshold.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT
+    above = magnitudes >= bin_end
+    ties = (magnitudes >= threshold.tau_bits) & ~above
+    room = (threshold.counts - above.sum(dim=1)).unsqueeze(1)
+    return above | (ties & (ties.cumsum(dim=1) <= room))
+
+
+def _strided(entries: Tensor, plan: TensorPlan, sample_key: SampleKey) -> Tensor:
+    return (entries * plan.chunk_numel // plan.k + sample_key.start) % plan.chunk_numel
+
+
+def _shuffled(entries: Tensor, plan: TensorPlan, sample_key: SampleKey) -> Tensor:
+    chunks = torch.arange(plan.chunks, device=entries.device).unsqueeze(1)
+    places = (sample_key.start + entries) % plan.chunk_numel
+    return _permute(places, plan.chunk_numel, mix32(sample_key.key + chunks * GOLDEN))
+
+
+_BY_MAGNITUDE = {Selection.LARGEST: _largest, Selection.ABOVE: _above}
+_SHARED = {Selection.SHUFFLED: _shuffled, Selection.STRIDED: _strided}
+SELECTIONS = (Selection.EVERYTHING, *_BY_MAGNITUDE, *_SHARED)
+
+
+def _permute(places: Tensor, length: int, keys: Tensor) -> Tensor:
     """Return where places go in an order of ``range(length)`` that the key determines.
 
     Each round permutes the numbers of so many bits; one that leaves the range is sent through again.

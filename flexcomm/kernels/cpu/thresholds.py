@@ -1,4 +1,4 @@
-"""Surveys: what a variable selection finds, before anything is changed."""
+"""Thresholds: how many coefficients a variable selection finds, before anything is changed."""
 
 from __future__ import annotations
 
