@@ -1,4 +1,4 @@
-"""Ranges that profilers show: torch's, and NVTX's on a machine with CUDA."""
+"""Ranges that profilers show: torch's, and the vendor's (NVTX) on a machine with an accelerator."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexcomm.device import accelerator
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-__all__ = ["profiler_range", "somebody_profiles"]
+__all__ = ["profiler_range"]
 
 
-@lru_cache(maxsize=2)
-def _may_be_profiled(torch_profiles: bool) -> bool:
-    return torch_profiles or torch.cuda.is_available()
+def profiler_range(name: str) -> AbstractContextManager[object] | None:
+    """Return a block that torch's profiler or, with a GPU, its vendor's tools show as ``flexcomm.name``.
 
-
-def somebody_profiles() -> bool:
-    """Return whether a range would be shown: entering one that is not shown costs more than a small call does."""
+    None where nobody looks: entering and leaving a block that does nothing is not free.
+    """
     # Private, and nothing public tells: torch's own range costs 100 times as much as asking. If it is gone, record.
-    return _may_be_profiled(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
-
-
-def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Return a block that torch's profiler, if it records, or else NVTX's tools show as ``flexcomm.name``."""
     if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
         return torch.profiler.record_function(f"flexcomm.{name}")
-    return torch.cuda.nvtx.range(f"flexcomm.{name}")
+    vendor_range = _vendor_range()
+    return None if vendor_range is None else vendor_range(f"flexcomm.{name}")
+
+
+@lru_cache(maxsize=1)
+def _vendor_range() -> Callable[[str], AbstractContextManager[object]] | None:
+    kind = accelerator()
+    return None if kind is None else kind.profiler_range

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flexcomm.profiling import profiler_range, somebody_profiles
+from flexcomm.profiling import profiler_range
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -83,7 +83,7 @@ class Timed:
 
     def __init__(self, record: SyncRecord, phase: Phase) -> None:
         self._record, self._phase = record, phase
-        self._range = profiler_range(phase) if somebody_profiles() else None
+        self._range = profiler_range(phase)
 
     def __enter__(self) -> None:
         if self._range is not None:

@@ -16,6 +16,7 @@ from flexcomm.bootstrap.consistency import ConsistencyCheck
 from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport_name, join_mpi_job
 from flexcomm.bootstrap.mpi_job import place_in_shared_memory, started_communicator
 from flexcomm.bootstrap.rendezvous import check_torch_place
+from flexcomm.device import current_device, native_backend, own_device
 from flexcomm.errors import ConfigMismatchError, TopologyError
 from flexcomm.stats import StatsHistory
 from flexcomm.topology import (
@@ -29,7 +30,6 @@ from flexcomm.topology import (
 )
 from flexcomm.torch_versions import log_untested_version
 from flexcomm.transport import LoopbackTransport
-from flexcomm.transport.torch_distributed import nccl_is_usable
 from flexcomm.version import __version__
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def assemble(factory: GroupFactory, intra: TransportName, inter: TransportName, 
             "inter": inter,
             "ranks_per_node": ranks_per_node,
             "timeout_s": factory.timeout_s,
-            "NCCL usable": nccl_is_usable(),
+            "native backend": native_backend(),
         }
     )
     if ranks_per_node is not None:
@@ -280,7 +280,7 @@ def connect_mesh(
         factory.wrap(groups[0], mesh.device_type),
         inter_transport,
         control,
-        torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu"),
+        current_device(mesh.device_type),
         consistency,
         ConsistencyCheck(inter_transport),
         factory.closers,
@@ -296,15 +296,6 @@ def abort_on_exception_if_mpi_is_up() -> None:
     comm = started_communicator()
     if comm is not None:
         abort_job_on_exception(comm)
-
-
-def own_device(local_rank: int) -> torch.device:
-    """The device of this rank, made current: NCCL takes whatever is current, and all ranks start with the first."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def read_rank_info() -> RankInfo:

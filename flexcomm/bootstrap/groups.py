@@ -11,10 +11,10 @@ import torch.distributed as dist
 from flexcomm.bootstrap.abort import abort_job_on_exception
 from flexcomm.bootstrap.mpi_job import library_name, meet, world_communicator
 from flexcomm.bootstrap.rendezvous import start_torch
+from flexcomm.device import HOST, KINDS, backend_for, find_native, native_backend
 from flexcomm.errors import InvalidArgumentError, TopologyError, TransportUnavailableError
 from flexcomm.topology import MPI_LAUNCHERS
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
-from flexcomm.transport.torch_distributed import nccl_is_usable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["GroupFactory", "TransportName", "check_timeout", "check_transport_name", "join_mpi_job"]
 
 TransportName = Literal["auto", "nccl", "gloo", "mpi"]
+"""``auto``, ``mpi``, and the backends of the devices in :data:`flexcomm.device.KINDS`."""
+_BACKENDS = tuple(kind.backend for kind in KINDS.values() if kind.backend is not None)
 
 
 def check_transport_name(kind: str) -> None:
@@ -35,10 +37,12 @@ def check_transport_name(kind: str) -> None:
         raise InvalidArgumentError(
             f"there is no transport {kind!r}. Choose one of {', '.join(get_args(TransportName))}."
         )
-    if kind == "nccl" and not nccl_is_usable():
+    native = find_native(kind)
+    if native is not None and native is not HOST and kind != native_backend():
         raise TransportUnavailableError(
-            "nccl needs a CUDA device and a torch built with NCCL; this process sees neither or only one. Use 'auto' "
-            "or 'gloo', or check CUDA_VISIBLE_DEVICES and the torch build."
+            f"{kind} needs a {native.name.upper()} device and a torch built with {kind.upper()}; this process sees "
+            f"neither or only one. Use 'auto' or 'gloo', or check {native.name.upper()}_VISIBLE_DEVICES and the torch "
+            f"build."
         )
 
 
@@ -116,18 +120,19 @@ class GroupFactory:
         """
         if len(groups[0]) == 1:
             return LoopbackTransport(self.timeout_s)
-        if kind in ("nccl", "gloo"):
+        if kind in _BACKENDS:
             return self._torch(kind, groups)
         host = self._mpi(self.comm, groups) if self.comm is not None else self._torch("gloo", groups)
-        if kind == "mpi" or not nccl_is_usable():
+        native = native_backend()
+        if kind == "mpi" or native is None:
             return host
-        return PerDeviceTransport(host, self._torch("nccl", groups))
+        return PerDeviceTransport(host, self._torch(native, groups))
 
     def wrap(self, group: dist.ProcessGroup, device_type: str) -> Transport:
         """The ranks of a group for tensors on ``device_type`` that somebody else made and will close."""
         if dist.get_world_size(group) == 1:
             return LoopbackTransport(self.timeout_s)
-        return TorchTransport(group, "nccl" if device_type == "cuda" else "gloo", self.timeout_s)
+        return TorchTransport(group, backend_for(device_type), self.timeout_s)
 
     def clone_wrapped(self, group: dist.ProcessGroup, device_type: str) -> Transport:
         """A second transport for the ranks of a wrapped group; they alone call it, and it is never closed.
@@ -137,7 +142,7 @@ class GroupFactory:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
-        backend = "nccl" if device_type == "cuda" else "gloo"
+        backend = backend_for(device_type)
         return TorchTransport(self._new_group(ranks, backend, use_local_synchronization=True), backend, self.timeout_s)
 
     def join_slice(self, ranks: Sequence[int]) -> Transport:

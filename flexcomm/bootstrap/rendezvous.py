@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, but not exported
 from torch.distributed.rendezvous import rendezvous
 
+from flexcomm.device import backends_of_default_group
 from flexcomm.errors import TopologyError, TransportUnavailableError
-from flexcomm.transport.torch_distributed import nccl_is_usable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,7 +70,7 @@ def check_torch_place(rank_info: RankInfo) -> None:
 def start_torch(rank_info: RankInfo, *, control: Transport | None, timeout_s: float) -> None:
     """Start torch's default process group over all ranks; ``control`` joins them already where there is an MPI."""
     meeting = find_meeting(rank_info, control, os.environ)
-    backend = "cpu:gloo,cuda:nccl" if nccl_is_usable() else "gloo"
+    backend = backends_of_default_group()
     timeout = timedelta(seconds=timeout_s)
     host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
     url = f"tcp://{host}:{meeting.port}"

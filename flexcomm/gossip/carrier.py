@@ -14,13 +14,14 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
-
+from flexcomm.device import make_stream, record_event, use_stream, wait_stream
 from flexcomm.errors import TransportError
 from flexcomm.transport.mpi_progress import threads_are_free
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from flexcomm.world import World
 
@@ -46,7 +47,7 @@ class Carrier:
         self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._broken: TransportError | None = None
         self._closed = False
-        self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = make_stream(world.device)
         self._thread = threading.Thread(target=self._run, name="flexcomm-mixing", daemon=True)
         self._thread.start()
         # A world that is closed with trips under way lets them arrive: its peers wait for them.
@@ -61,7 +62,7 @@ class Carrier:
         if self._closed:
             raise TransportError("mixing on a world that is closed. Connect again, or close it later.")
         future: Future[T] = Future()
-        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        ready = record_event(self._device)
         self._waiting.put((future, lambda: self._take(trip, ready)))
         if not self._is_free:
             wait([future])
@@ -69,17 +70,13 @@ class Carrier:
 
     def settle(self) -> None:
         """Order the current CUDA stream behind what the trips taken so far have been given to do."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        wait_stream(self._device, self._stream)
 
-    def _take(self, trip: Callable[[], T], ready: torch.cuda.Event | None) -> T:
+    def _take(self, trip: Callable[[], T], ready: torch.Event | None) -> T:
         if self._broken is not None:
             raise self._broken
         try:
-            if self._stream is None or ready is None:
-                return trip()
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
+            with use_stream(self._stream, ready):
                 return trip()
         except TransportError as error:
             self._broken = error

@@ -11,6 +11,7 @@ import torch
 
 from flexcomm.codec import plan_buffer
 from flexcomm.compress import TensorSpec
+from flexcomm.device import is_supported, supported_names
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError
 from flexcomm.gossip.carrier import carrier_of
 from flexcomm.gossip.compressed import choose_gamma
@@ -143,10 +144,10 @@ def _check_tensors(tensors: list[Tensor]) -> None:
         said = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise InvalidTensorError(f"the tensors of one mix are {said}: mix those of one dtype and device at a time.")
     for x in tensors:
-        if x.dtype not in _DTYPES or x.layout is not torch.strided or x.device.type not in ("cpu", "cuda"):
+        if x.dtype not in _DTYPES or x.layout is not torch.strided or not is_supported(x.device):
             raise InvalidTensorError(
                 f"a tensor to be mixed is {x.dtype}, {x.layout}, on {x.device}: needed are dense tensors of "
-                f"{', '.join(map(str, _DTYPES))} on cpu or cuda."
+                f"{', '.join(map(str, _DTYPES))} on {supported_names()}."
             )
 
 

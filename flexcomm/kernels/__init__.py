@@ -1,7 +1,7 @@
 """Kernels: the loops over chunks, once per kind of device, all to the same bits.
 
 ``choose_kernels`` finds the set for a device among what is installed. The variable ``FLEXCOMM_KERNELS`` forces one by
-name: ``reference``, ``cpu`` or ``gpu``.
+name: ``reference``, ``cpu``, ``gpu`` or ``staged``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import logging
 import os
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from flexcomm.device import KINDS
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels.base import (
     LARGEST_MAGNITUDE,
@@ -37,6 +38,8 @@ from flexcomm.kernels.plan import (
 from flexcomm.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 __all__ = [
@@ -63,9 +66,6 @@ __all__ = [
 ]
 
 KERNELS_VARIABLE = "FLEXCOMM_KERNELS"
-_LIBRARIES = {"reference": "torch", "cpu": "numba", "gpu": "cupy"}
-_DEVICES = {"cpu": "cpu", "gpu": "cuda"}
-
 _log = logging.getLogger("flexcomm")
 
 
@@ -78,39 +78,66 @@ def choose_kernels(device: torch.device, name: str | None = None) -> Kernels:
     return _find(device.type, forced) if forced else _find_fastest(device.type)
 
 
+class _KernelSet(NamedTuple):
+    """What a set needs to be installed, and how it is made. ``any_device``: not only where a device's row names it."""
+
+    library: str
+    make: Callable[[], Kernels]
+    any_device: bool = False
+
+
+def _make_cpu() -> Kernels:
+    # Imported only where it is used, as are the others: numba and CuPy are slow to load, and CuPy is seldom there.
+    from flexcomm.kernels.cpu import CpuKernels
+
+    return CpuKernels()
+
+
+def _make_gpu() -> Kernels:
+    from flexcomm.kernels.gpu import GpuKernels
+
+    return GpuKernels()
+
+
+def _make_staged() -> Kernels:
+    from flexcomm.kernels.staged import StagedKernels
+
+    return StagedKernels(_make_cpu())
+
+
+_SETS = {
+    "reference": _KernelSet("torch", ReferenceKernels, any_device=True),
+    "cpu": _KernelSet("numba", _make_cpu),
+    "gpu": _KernelSet("cupy", _make_gpu),
+    "staged": _KernelSet("numba", _make_staged, any_device=True),
+}
+
+
 @lru_cache(maxsize=8)
 def _find(device_type: str, name: str) -> Kernels:
-    if name not in _LIBRARIES:
-        raise InvalidArgumentError(f"there are no kernels {name!r}; choose from {', '.join(_LIBRARIES)}.")
-    if _DEVICES.get(name, device_type) != device_type:
+    if name not in _SETS:
+        raise InvalidArgumentError(f"there are no kernels {name!r}; choose from {', '.join(_SETS)}.")
+    chosen = _SETS[name]
+    if not chosen.any_device and name != _own_kernels(device_type):
         raise InvalidArgumentError(
             f"the {name} kernels cannot work on {device_type} tensors; choose reference, or let {KERNELS_VARIABLE} be."
         )
-    if find_spec(_LIBRARIES[name]) is None:
-        raise InvalidArgumentError(f"the {name} kernels need {_LIBRARIES[name]}, which is not installed.")
-    return _load(name)
+    if find_spec(chosen.library) is None:
+        raise InvalidArgumentError(f"the {name} kernels need {chosen.library}, which is not installed.")
+    return chosen.make()
 
 
 @lru_cache(maxsize=8)
 def _find_fastest(device_type: str) -> Kernels:
-    name = next((name for name, device in _DEVICES.items() if device == device_type), "reference")
-    if find_spec(_LIBRARIES[name]) is None:
+    name = _own_kernels(device_type)
+    if find_spec(_SETS[name].library) is None:
         _log.warning(
-            "%s is not installed: %s tensors are compressed by the slow reference", _LIBRARIES[name], device_type
+            "%s is not installed: %s tensors are compressed by the slow reference", _SETS[name].library, device_type
         )
         name = "reference"
     _log.info("%s tensors are compressed by the %s kernels", device_type, name)
-    return _load(name)
+    return _SETS[name].make()
 
 
-def _load(name: str) -> Kernels:
-    """Import only what is used: numba and CuPy are slow to load, and CuPy is seldom there."""
-    if name == "cpu":
-        from flexcomm.kernels.cpu import CpuKernels
-
-        return CpuKernels()
-    if name == "gpu":
-        from flexcomm.kernels.gpu import GpuKernels
-
-        return GpuKernels()
-    return ReferenceKernels()
+def _own_kernels(device_type: str) -> str:
+    return KINDS[device_type].kernels if device_type in KINDS else "reference"

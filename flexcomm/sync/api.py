@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexcomm.compress import TensorSpec
+from flexcomm.device import is_supported, supported_names
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
 from flexcomm.sync.engine import SyncCall, engine_of
 from flexcomm.sync.outputs import check_outputs
@@ -352,9 +353,9 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
             f"once for each."
         )
     device = devices.pop() if devices else torch.device("cpu")
-    if device.type not in ("cpu", "cuda") or any(x.layout is not torch.strided for x in tensors):
+    if not is_supported(device) or any(x.layout is not torch.strided for x in tensors):
         raise InvalidTensorError(
             f"tensors are on {device}, with layouts {', '.join(sorted({str(x.layout) for x in tensors}))}: make them "
-            f"dense tensors on cpu or cuda."
+            f"dense tensors on {supported_names()}."
         )
     return device

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from flexcomm.device import synchronize_stream
 from flexcomm.errors import InvalidTensorError, TransportError
-from flexcomm.transport.cuda_aware import mpi_is_cuda_aware
+from flexcomm.transport.gpu_aware import mpi_is_gpu_aware
 from flexcomm.transport.loopback import copy_to_self
 from flexcomm.transport.mpi_progress import start_request
 from flexcomm.transport.operation import Operation, Request
@@ -178,8 +179,8 @@ class MPITransport:
 
         if self._closed:
             raise TransportError(f"{self}: this world is closed. Connect again, or close it later.")
-        for device in {x.device for x in used if x.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {x.device for x in used}:
+            synchronize_stream(device)
         try:
             return start_request(chains, str(self))
         except MPI.Exception as error:
@@ -198,7 +199,7 @@ def once(start: Callable[[], MPI.Request | list[MPI.Request]]) -> Iterator[list[
 
 def reaches(x: Tensor) -> bool:
     """Whether MPI may be handed the memory of ``x`` itself."""
-    return not x.is_cuda or mpi_is_cuda_aware()
+    return x.is_cpu or mpi_is_gpu_aware()
 
 
 def moved(flat: Tensor, parts: int = 1) -> BufferSpec:

@@ -15,15 +15,15 @@ __all__ = ["PerDeviceTransport"]
 
 
 class PerDeviceTransport:
-    """Host tensors over ``host``, CUDA tensors over ``cuda``; both join the same ranks in the same order."""
+    """Host tensors over ``host``, an accelerator's over ``device``; both join the same ranks in the same order."""
 
-    def __init__(self, host: Transport, cuda: Transport) -> None:
-        self.name = f"{host.name} for host tensors, {cuda.name} for CUDA tensors"
+    def __init__(self, host: Transport, device: Transport) -> None:
+        self.name = f"{host.name} for host tensors, {device.name} for device tensors"
         self.rank = host.rank
         self.size = host.size
         self.timeout_s = host.timeout_s
         self._host = host
-        self._cuda = cuda
+        self._device = device
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Handle[Tensor]:
         return self._for(x).all_gather(x, out)
@@ -49,4 +49,4 @@ class PerDeviceTransport:
         return self._host.barrier()
 
     def _for(self, *tensors: Tensor) -> Transport:
-        return self._cuda if any(x.is_cuda for x in tensors) else self._host
+        return self._host if all(x.is_cpu for x in tensors) else self._device

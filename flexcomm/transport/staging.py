@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from flexcomm.device import is_supported, may_pin_for, supported_names, synchronize_stream
 from flexcomm.errors import InvalidTensorError
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def readable(x: Tensor, *, in_reach: bool) -> Tensor:
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
     if in_reach:
         return flat.contiguous()
-    staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
-    torch.cuda.current_stream(x.device).synchronize()
+    staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=may_pin_for(x)).copy_(flat, non_blocking=True)
+    synchronize_stream(x.device)
     return staged
 
 
@@ -78,7 +79,8 @@ def landing(target: Tensor, *, in_reach: bool) -> Landing:
     if in_reach and target.is_contiguous():
         return Landing(target.detach().view(-1), target)
     device = target.device if in_reach else torch.device("cpu")
-    return Landing(torch.empty(target.numel(), dtype=target.dtype, device=device, pin_memory=not in_reach), target)
+    pinned = not in_reach and may_pin_for(target)
+    return Landing(torch.empty(target.numel(), dtype=target.dtype, device=device, pin_memory=pinned), target)
 
 
 def landing_filled(target: Tensor, *, in_reach: bool) -> Landing:
@@ -115,10 +117,10 @@ def check_plain(x: Tensor) -> None:
         raise InvalidTensorError(
             f"a {type(x).__name__} is not one piece of memory to send. Pass a plain tensor: x.to_local() of a DTensor."
         )
-    if x.layout is not torch.strided or x.device.type not in ("cpu", "cuda"):
+    if x.layout is not torch.strided or not is_supported(x.device):
         raise InvalidTensorError(
             f"a tensor of layout {x.layout} on {x.device} has no plain memory to send. Pass x.to_dense(), or move it "
-            f"to the host or a CUDA device."
+            f"to {supported_names()}."
         )
 
 

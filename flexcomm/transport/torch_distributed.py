@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
+from flexcomm.device import HOST, find_native
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError, PeerLostError, TransportError
 from flexcomm.transport.loopback import copy_to_self
 from flexcomm.transport.operation import Expired, Finished, Operation, Request
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["TorchTransport", "nccl_is_usable"]
+__all__ = ["TorchTransport"]
 
 T = TypeVar("T")
 
@@ -46,15 +47,12 @@ _PAIR = 2
 """Between two ranks gloo's gather sends one way at a time, and uses 61 % of a link of 100 Mbit/s. Messages: 92 %."""
 
 
-def nccl_is_usable() -> bool:
-    return torch.cuda.is_available() and dist.is_nccl_available()
-
-
 class TorchTransport:
     """The ranks of a ``ProcessGroup``; ``backend`` is gloo for host memory, nccl for device memory."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, timeout_s: float) -> None:
         self.name = backend
+        self._device_type = (find_native(backend) or HOST).name
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.timeout_s = timeout_s
@@ -139,12 +137,13 @@ class TorchTransport:
         return peer != self.rank and x.numel() > 0
 
     def _reaches(self, x: Tensor) -> bool:
-        if self.name == "nccl" and not x.is_cuda:
+        is_native = x.device.type == self._device_type
+        if self._device_type != HOST.name and not is_native:
             raise InvalidTensorError(
-                f"NCCL carries CUDA tensors only, and got one on {x.device}. Move it to the device, or connect with "
-                f"intra='auto' and inter='auto', which choose by the tensor's device."
+                f"{self.name} carries {self._device_type} tensors only, and got one on {x.device}. Move it there, or "
+                f"connect with intra='auto' and inter='auto', which choose by the tensor's device."
             )
-        return self.name == "nccl" or not x.is_cuda
+        return is_native
 
     def _start(self, start: Callable[[], dist.Work | list[dist.Work] | None]) -> Request:
         """Start work and translate what the backend raises; a group whose peer is known dead refuses here already."""

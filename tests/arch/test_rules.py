@@ -124,6 +124,18 @@ def test_every_module_imports_and_has_what_its_all_lists() -> None:
     assert not missing
 
 
+def test_one_table_knows_the_kinds_of_devices() -> None:
+    """Another kind of device is a row of device.py, so nothing else may name one."""
+    naming = {name_of(path) for path in SOURCES if "cuda" in path.read_text()}
+    allowed = {
+        "flexcomm/device.py",
+        # The name of a variable by which people choose how Open MPI moves device memory.
+        "flexcomm/transport/gpu_aware.py",
+    }
+    mine = {name for name in naming if name.startswith("flexcomm/") and not name.startswith("flexcomm/kernels/gpu/")}
+    assert mine == allowed
+
+
 def test_no_module_is_called_utils() -> None:
     assert not [name_of(path) for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc", "common")]
 

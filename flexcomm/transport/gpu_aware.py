@@ -1,7 +1,7 @@
 """Whether the MPI at hand may be given device pointers.
 
-Asking is dangerous: an MPI that is not CUDA-aware reads the pointer as host memory and crashes, and some builds answer
-their own query wrongly. So a child process tries it, and may crash instead of the job.
+Asking is dangerous: an MPI that is not GPU-aware (Open MPI says CUDA-aware) reads the pointer as host memory and
+crashes, and some builds answer their own query wrongly. So a child process tries it, and may crash instead of the job.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import subprocess
 import sys
 from functools import cache
 
-import torch
+from flexcomm.device import accelerator, current_device
 
-__all__ = ["mpi_is_cuda_aware"]
+__all__ = ["mpi_is_gpu_aware"]
 
 PROBE = """
 import sys, torch
 from mpi4py import MPI
-sent = torch.arange(1024, dtype=torch.int32, device=f"cuda:{sys.argv[1]}")
+sent = torch.arange(1024, dtype=torch.int32, device=sys.argv[1])
 received = torch.zeros_like(sent)
-torch.cuda.synchronize()
+torch.accelerator.synchronize()
 buffer = lambda x: [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.INT32_T]
 MPI.COMM_SELF.Allreduce(buffer(sent), buffer(received), MPI.SUM)
 MPI.COMM_SELF.Sendrecv(buffer(sent), 0, recvbuf=buffer(received), source=0)
@@ -33,13 +33,14 @@ CHOICE_PREFIXES = ("OMPI_ALLOW_", "PRTE_ALLOW_", "OMPI_MCA_btl", "OMPI_MCA_pml",
 
 
 @cache
-def mpi_is_cuda_aware() -> bool:
+def mpi_is_gpu_aware() -> bool:
     """True when a child process could pass device memory through this MPI; asked once per process."""
-    if not torch.cuda.is_available():
+    kind = accelerator()
+    if kind is None:
         return False
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", PROBE, str(torch.cuda.current_device())],
+            [sys.executable, "-c", PROBE, str(current_device(kind.name))],
             env=alone(os.environ),
             capture_output=True,
             timeout=PROBE_TIMEOUT_S,

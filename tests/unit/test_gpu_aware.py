@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexcomm.transport.cuda_aware import alone, mpi_is_cuda_aware
+from flexcomm.transport.gpu_aware import alone, mpi_is_gpu_aware
 
 
-def test_without_a_device_no_mpi_is_cuda_aware() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    assert mpi_is_cuda_aware() is False
+def test_without_a_device_no_mpi_is_gpu_aware() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has a GPU")
+    assert mpi_is_gpu_aware() is False
 
 
 def test_the_child_does_not_take_this_rank_for_its_own() -> None:

@@ -1,0 +1,193 @@
+"""Kinds of devices: a table with a row for each, and what the rest of the library asks about them.
+
+A new kind is a new row: with the kernels that it has, or with ``staged``, which copies to the host and uses the CPU's.
+Streams and devices are torch.accelerator's, whatever kind of device it stands for.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+__all__ = [
+    "HOST",
+    "KINDS",
+    "DeviceKind",
+    "accelerator",
+    "backend_for",
+    "backends_of_default_group",
+    "current_device",
+    "find_native",
+    "is_supported",
+    "make_stream",
+    "may_pin_for",
+    "native_backend",
+    "own_device",
+    "record_event",
+    "supported_names",
+    "synchronize",
+    "synchronize_stream",
+    "use_stream",
+    "wait_stream",
+]
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """The properties of a kind of device.
+
+    Args:
+        name: torch's device type.
+        kernels: the name of its kernel set, see :mod:`flexcomm.kernels`.
+        backend: the torch.distributed backend that carries its memory; None: its tensors travel through the host.
+        has_streams: work on it is queued, so that the host must wait before it reads.
+        has_pinned_memory: copies to and from pinned host memory are queued, too.
+        profiler_range: makes a block that the vendor's profiler shows under a name; None: it has none.
+
+    """
+
+    name: str
+    kernels: str
+    backend: str | None
+    has_streams: bool
+    has_pinned_memory: bool
+    profiler_range: Callable[[str], AbstractContextManager[object]] | None = None
+
+
+def _nvtx_range(name: str) -> AbstractContextManager[object]:
+    return torch.cuda.nvtx.range(name)
+
+
+HOST = DeviceKind("cpu", kernels="cpu", backend="gloo", has_streams=False, has_pinned_memory=False)
+KINDS = {
+    kind.name: kind
+    for kind in (
+        HOST,
+        DeviceKind(
+            "cuda",
+            kernels="gpu",
+            backend="nccl",
+            has_streams=True,
+            has_pinned_memory=True,
+            profiler_range=_nvtx_range,
+        ),
+    )
+}
+
+
+def is_supported(device: torch.device) -> bool:
+    """Return whether tensors on this device can be synchronised."""
+    return device.type in KINDS
+
+
+def supported_names() -> str:
+    """Return the kinds as people would list them."""
+    return " or ".join(KINDS)
+
+
+def accelerator() -> DeviceKind | None:
+    """Return the kind of this machine's accelerator, if it has one that is in the table."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else KINDS.get(found.type)
+
+
+def native_backend() -> str | None:
+    """Return the backend that carries the accelerator's memory, if this torch was built with it."""
+    kind = accelerator()
+    if kind is None or kind.backend is None or not dist.is_backend_available(kind.backend):
+        return None
+    return kind.backend
+
+
+def backend_for(device_type: str) -> str:
+    """Return the backend for tensors on this type of device: its own, else the host's, through which they travel."""
+    kind = KINDS.get(device_type, HOST)
+    return kind.backend or str(HOST.backend)
+
+
+def backends_of_default_group() -> str:
+    """Return the backends of torch's default process group, in torch's words: one for each type of device there is."""
+    kind, native = accelerator(), native_backend()
+    host = str(HOST.backend)
+    return host if kind is None or native is None else f"{HOST.name}:{host},{kind.name}:{native}"
+
+
+def find_native(backend: str) -> DeviceKind | None:
+    """Return the kind of device whose memory a backend carries."""
+    return next((kind for kind in KINDS.values() if kind.backend == backend), None)
+
+
+def own_device(local_rank: int) -> torch.device:
+    """Return the device of this rank, made current: NCCL takes what is current, and all ranks start with the first."""
+    kind = accelerator()
+    if kind is None:
+        return torch.device(HOST.name)
+    device = torch.device(kind.name, local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def current_device(device_type: str) -> torch.device:
+    """Return the device of this type that is current; the host, if the type is none of an accelerator in the table."""
+    if device_type == HOST.name or device_type not in KINDS:
+        return torch.device(HOST.name)
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def may_pin_for(x: Tensor) -> bool:
+    """Return whether host memory that ``x`` is copied to or from had better be pinned."""
+    return KINDS[x.device.type].has_pinned_memory
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that the device was given to do."""
+    if KINDS[device.type].has_streams:
+        torch.accelerator.synchronize(device)
+
+
+def synchronize_stream(device: torch.device) -> None:
+    """Wait for all that the device's current stream was given to do."""
+    if KINDS[device.type].has_streams:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def make_stream(device: torch.device) -> torch.Stream | None:
+    """Return a new stream of the device; None, if it has none."""
+    return torch.Stream(device) if KINDS[device.type].has_streams else None
+
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """Return an event behind all that the device's current stream was given to do; None, if it has no streams."""
+    return torch.accelerator.current_stream(device).record_event() if KINDS[device.type].has_streams else None
+
+
+def wait_stream(device: torch.device, other: torch.Stream | None) -> None:
+    """Order the device's current stream behind what ``other`` was given to do."""
+    if other is not None:
+        torch.accelerator.current_stream(device).wait_stream(other)
+
+
+@contextmanager
+def use_stream(stream: torch.Stream | None, after: torch.Event | None) -> Iterator[None]:
+    """Make ``stream`` current, ordered behind ``after``; without a stream, do nothing."""
+    if stream is None:
+        yield
+        return
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        if after is not None:
+            stream.wait_event(after)
+        yield
+    finally:
+        torch.accelerator.set_stream(before)

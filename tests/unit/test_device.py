@@ -1,0 +1,48 @@
+"""The table of devices: the host is always in it, and no answer names a device that is not there."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from flexcomm import device
+from flexcomm.bootstrap.groups import TransportName
+from flexcomm.kernels import choose_kernels
+
+HOST = torch.device("cpu")
+
+
+def test_the_host_has_a_row_and_needs_no_streams() -> None:
+    assert device.KINDS["cpu"] is device.HOST
+    assert device.is_supported(HOST)
+    assert not device.is_supported(torch.device("meta"))
+    assert device.make_stream(HOST) is device.record_event(HOST) is None
+    device.synchronize(HOST)
+    device.synchronize_stream(HOST)
+    device.wait_stream(HOST, None)
+    with device.use_stream(None, None):
+        pass
+
+
+def test_without_an_accelerator_every_rank_works_on_the_host() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    assert (device.accelerator(), device.native_backend(), device.backends_of_default_group()) == (None, None, "gloo")
+    assert device.own_device(3) == device.current_device("cpu") == HOST
+
+
+def test_a_kind_of_device_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a new row alone changes: its tensors are taken, travel over its backend, and find their kernels."""
+    row = device.DeviceKind("xpu", kernels="staged", backend="xccl", has_streams=True, has_pinned_memory=True)
+    monkeypatch.setitem(device.KINDS, "xpu", row)
+    assert device.is_supported(torch.device("xpu"))
+    assert device.supported_names() == "cpu or cuda or xpu"
+    assert (device.backend_for("xpu"), device.find_native("xccl")) == ("xccl", row)
+    assert choose_kernels(torch.device("xpu")).name == "staged"
+
+
+def test_the_transports_people_can_name_are_those_of_the_table() -> None:
+    backends = {kind.backend for kind in device.KINDS.values()} - {None}
+    assert set(get_args(TransportName)) == {"auto", "mpi"} | backends
