@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from flexcomm.bootstrap.abort import abort_job_on_exception
 from flexcomm.bootstrap.consistency import ConsistencyCheck
-from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport_name, join_mpi_job
+from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport, join_mpi_job
 from flexcomm.bootstrap.mpi_job import place_in_shared_memory, started_communicator
 from flexcomm.bootstrap.rendezvous import check_torch_place
 from flexcomm.device import current_device, native_backend, own_device
@@ -30,6 +30,7 @@ from flexcomm.topology import (
 )
 from flexcomm.torch_versions import log_untested_version
 from flexcomm.transport import LoopbackTransport
+from flexcomm.transport.base import describe_transport
 from flexcomm.version import __version__
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ UNKNOWN = -1
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class World:
     """All ranks of a job.
 
@@ -66,11 +67,15 @@ class World:
     inter: Transport
     control: Transport
     device: torch.device
-    _consistency: ConsistencyCheck = field(repr=False)
-    _inter_consistency: ConsistencyCheck = field(repr=False)
-    _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _history: StatsHistory = field(default_factory=StatsHistory, repr=False)
-    _clone: Callable[[], tuple[Transport, Transport]] | None = field(default=None, repr=False)
+    _consistency: ConsistencyCheck
+    _inter_consistency: ConsistencyCheck
+    _closers: list[Callable[[], None]] = field(default_factory=list)
+    _history: StatsHistory = field(default_factory=StatsHistory)
+    _clone: Callable[[], tuple[Transport, Transport]] | None = None
+
+    def __repr__(self) -> str:
+        intra, inter = describe_transport(self.intra), describe_transport(self.inter)
+        return f"World({self.topology}; intra {intra}, inter {inter}, on {self.device})"
 
     def agree(self, fields: Mapping[str, object]) -> None:
         """Return when ``fields`` are equal on all ranks, else raise ``ConfigMismatchError`` on all of them.
@@ -115,7 +120,12 @@ class World:
     def clone_groups(self) -> World:
         """Return the same ranks with process groups (communicators) of their own; they end with this world.
 
-        All ranks call it together. Collectives on one set of groups do not order those on the other.
+        All ranks call it together. Collectives on one set of groups do not order those on the other. A transport that
+        was passed to :func:`connect` is asked for its ``clone()``.
+
+        Raises:
+            TransportUnavailableError: a transport that was passed has no ``clone()``.
+
         """
         if self._clone is None:
             raise TopologyError(
@@ -182,21 +192,38 @@ def close_all(closers: list[Callable[[], None]]) -> None:
 
 def connect(
     *,
-    intra: TransportName = "auto",
-    inter: TransportName = "auto",
+    intra: TransportName | Transport = "auto",
+    inter: TransportName | Transport = "auto",
     ranks_per_node: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> World:
     """Join the ranks that mpirun, torchrun or srun started; a process started by none of them is a world of one.
 
-    ``auto`` carries CUDA tensors by NCCL and host tensors by MPI under mpirun, else by gloo. ``ranks_per_node`` (or the
-    variable ``FLEXCOMM_RANKS_PER_NODE``) splits the ranks into nodes of that many, whatever the hosts are. No wait on
-    this world blocks longer than ``timeout_s``. Where a launcher was found, torch's default process group is
-    started too, unless it is there.
+    Where a launcher was found, torch's default process group is started too, unless it is there.
+
+    Args:
+        intra: what joins the ranks of a node: ``"nccl"``, ``"gloo"``, ``"mpi"``, or ``"auto"``, which carries CUDA
+            tensors by NCCL and host tensors by MPI under mpirun, else by gloo. Or a transport of your own, an object
+            with the methods of :class:`flexcomm.Transport` that joins these ranks: it is used as it is and left open.
+        inter: the same for the ranks that hold this local rank on every node.
+        ranks_per_node: split the ranks into nodes of that many, whatever the hosts are; without it, the variable
+            ``FLEXCOMM_RANKS_PER_NODE``, else what the launcher says.
+        timeout_s: no wait on this world blocks longer. A transport of your own has its own.
+
+    Raises:
+        ConfigMismatchError: ranks passed different arguments; of a transport, its type and name are compared.
+        InvalidArgumentError: there is no such transport, or the object has not all methods of one.
+        TopologyError: nodes hold different numbers of ranks, or a transport of your own joins others. On all ranks.
+        TransportUnavailableError: the machine lacks what was named, or the ranks could not be joined in time.
+
+    Example::
+
+        world = flexcomm.connect(inter=MyTransport(...), ranks_per_node=2)
+
     """
     abort_on_exception_if_mpi_is_up()
-    check_transport_name(intra)
-    check_transport_name(inter)
+    check_transport("intra", intra)
+    check_transport("inter", inter)
     check_timeout(timeout_s)
     rank_info = read_rank_info()
     if rank_info.rank == 0:
@@ -218,7 +245,12 @@ def default_world() -> World:
     return connect()
 
 
-def assemble(factory: GroupFactory, intra: TransportName, inter: TransportName, ranks_per_node: int | None) -> World:
+def assemble(
+    factory: GroupFactory,
+    intra: TransportName | Transport,
+    inter: TransportName | Transport,
+    ranks_per_node: int | None,
+) -> World:
     """Join all ranks, let them compare what they were told, then join those inside a node and those between nodes."""
     rank_info = factory.rank_info
     control = factory.join_everybody()
@@ -227,8 +259,8 @@ def assemble(factory: GroupFactory, intra: TransportName, inter: TransportName, 
         {
             "flexcomm version": __version__,
             "launcher": rank_info.launcher,
-            "intra": intra,
-            "inter": inter,
+            "intra": intra if isinstance(intra, str) else describe_transport(intra),
+            "inter": inter if isinstance(inter, str) else describe_transport(inter),
             "ranks_per_node": ranks_per_node,
             "timeout_s": factory.timeout_s,
             "native backend": native_backend(),
@@ -239,22 +271,51 @@ def assemble(factory: GroupFactory, intra: TransportName, inter: TransportName, 
     else:
         members = find_members(rank_info, control, factory.comm)
     topology = Topology(rank_info.rank, members, rank_info.launcher)
+    check_passed_transports(topology, intra, inter, control)
     # `ranks_per_node` may split a host into several nodes, whose local ranks must not meet on one device.
     device = own_device(topology.local_rank if rank_info.local_rank is None else rank_info.local_rank)
-    inter_transport = factory.make(inter, topology.inter_groups)
+    inter_transport = factory.use_or_make(inter, topology.inter_groups)
     world = World(
         topology,
-        factory.make(intra, topology.members),
+        factory.use_or_make(intra, topology.members),
         inter_transport,
         control,
         device,
         consistency,
         ConsistencyCheck(inter_transport),
         factory.closers,
-        _clone=lambda: (factory.make(intra, topology.members), factory.make(inter, topology.inter_groups)),
+        _clone=lambda: (
+            factory.clone_or_make("intra", intra, topology.members),
+            factory.clone_or_make("inter", inter, topology.inter_groups),
+        ),
     )
-    log.info("%s; intra over %s, inter over %s", topology, world.intra.name, world.inter.name)
+    log.info("%r", world)
     return world
+
+
+def check_passed_transports(
+    topology: Topology, intra: TransportName | Transport, inter: TransportName | Transport, control: Transport
+) -> None:
+    """Raise on all ranks unless the transports that were passed join the ranks that the topology says."""
+    legs = (("intra", intra, topology.local_size, topology.local_rank), ("inter", inter, topology.nodes, topology.node))
+    passed = [(leg, one, size, rank) for leg, one, size, rank in legs if not isinstance(one, str)]
+    if not passed:
+        return
+    wrong = [
+        f"{describe_transport(one)} was passed as {leg}, with rank {one.rank} of {one.size}, but needed is rank {rank} "
+        f"of {size}"
+        for leg, one, size, rank in passed
+        if (one.rank, one.size) != (rank, size)
+    ]
+    # A rank that raised alone would leave the others waiting in the next group that is made.
+    counts = control.all_gather(torch.tensor([len(wrong)])).wait().view(-1).tolist()
+    ranks = [rank for rank, count in enumerate(counts) if count]
+    if ranks:
+        said = "; ".join(wrong) or f"the transports passed on ranks {ranks[:16]} do not join the ranks they must"
+        raise TopologyError(
+            f"rank {topology.rank}: {said}. intra joins the ranks of a node by local rank, inter those of equal local "
+            f"rank by node; pass a transport that does, or check ranks_per_node."
+        )
 
 
 def connect_mesh(

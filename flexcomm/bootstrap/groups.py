@@ -15,6 +15,7 @@ from flexcomm.device import HOST, KINDS, backend_for, find_native, native_backen
 from flexcomm.errors import InvalidArgumentError, TopologyError, TransportUnavailableError
 from flexcomm.topology import MPI_LAUNCHERS
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
+from flexcomm.transport.base import check_has_verbs, clone_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,18 +25,22 @@ if TYPE_CHECKING:
     from flexcomm.topology import RankInfo
     from flexcomm.transport import Transport
 
-__all__ = ["GroupFactory", "TransportName", "check_timeout", "check_transport_name", "join_mpi_job"]
+__all__ = ["GroupFactory", "TransportName", "check_timeout", "check_transport", "join_mpi_job"]
 
 TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 """``auto``, ``mpi``, and the backends of the devices in :data:`flexcomm.device.KINDS`."""
 _BACKENDS = tuple(kind.backend for kind in KINDS.values() if kind.backend is not None)
 
 
-def check_transport_name(kind: str) -> None:
-    """Raise unless ``kind`` names a transport that this machine has."""
+def check_transport(leg: str, kind: TransportName | Transport) -> None:
+    """Raise unless ``kind`` names a transport that this machine has, or is one."""
+    if not isinstance(kind, str):
+        check_has_verbs(leg, kind)
+        return
     if kind not in get_args(TransportName):
         raise InvalidArgumentError(
-            f"there is no transport {kind!r}. Choose one of {', '.join(get_args(TransportName))}."
+            f"there is no transport {kind!r}. Choose one of {', '.join(get_args(TransportName))}, or pass a transport "
+            f"of your own."
         )
     native = find_native(kind)
     if native is not None and native is not HOST and kind != native_backend():
@@ -127,6 +132,14 @@ class GroupFactory:
         if kind == "mpi" or native is None:
             return host
         return PerDeviceTransport(host, self._torch(native, groups))
+
+    def use_or_make(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return a transport that was passed as it is, or make the one that was named."""
+        return self.make(kind, groups) if isinstance(kind, str) else kind
+
+    def clone_or_make(self, leg: str, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return a clone of a transport that was passed, or make another one of those that were named."""
+        return self.make(kind, groups) if isinstance(kind, str) else clone_transport(leg, kind)
 
     def wrap(self, group: dist.ProcessGroup, device_type: str) -> Transport:
         """The ranks of a group for tensors on ``device_type`` that somebody else made and will close."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from flexcomm.errors import InvalidArgumentError, TransportUnavailableError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-__all__ = ["Handle", "Transport"]
+__all__ = ["Handle", "Transport", "check_has_verbs", "clone_transport", "describe_transport"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -31,12 +33,15 @@ class Handle(Protocol[T_co]):
 
 
 class Transport(Protocol):
-    """A group of ranks joined by one kind of cable.
+    """A group of ranks joined by one kind of cable. :func:`flexcomm.connect` takes one of your own for either leg.
 
     Every verb starts at once and returns a handle. All ranks of the group call the same verbs in the same order with
     equal shapes and dtypes; ``World.agree`` makes sure of that beforehand, because no backend does (unequal sizes
     corrupt memory or abort the process). ``rank`` and every peer are numbers inside the group. Inputs must not change,
     and outputs must not be read, before ``wait()`` returns.
+
+    One of your own may also have a method ``clone()``, which all its ranks call together: it returns a second transport
+    on the same ranks, whose collectives do not order those of the first. :meth:`World.clone_groups` needs it.
 
     Tensors may be of any strided layout, of any dtype that torch can view as bytes, on any device and empty; verbs that
     add take float64, float32, bfloat16, float16, int64, int32, int8 and uint8.
@@ -44,7 +49,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """The kind of cable, for people."""
+        """The kind of cable, for people; equal on all ranks, and with ``mpi`` in it where an MPI is underneath."""
         ...
 
     @property
@@ -91,3 +96,36 @@ class Transport(Protocol):
     def barrier(self) -> Handle[None]:
         """Every rank has started this barrier."""
         ...
+
+
+_VERBS = ("all_gather", "all_gatherv", "all_reduce", "reduce_scatter", "broadcast", "send_recv", "barrier")
+_PROPERTIES = ("name", "rank", "size", "timeout_s")
+
+
+def check_has_verbs(leg: str, transport: object) -> None:
+    """Raise unless an object that was passed for a leg has what :class:`Transport` has."""
+    missing = [name for name in _PROPERTIES if not hasattr(transport, name)]
+    missing += [verb for verb in _VERBS if not callable(getattr(transport, verb, None))]
+    if missing:
+        raise InvalidArgumentError(
+            f"{leg}={transport!r} is neither the name of a transport nor a transport: it has no {', '.join(missing)}. "
+            f"See flexcomm.Transport, and hold yours to flexcomm.testing.check_transport."
+        )
+
+
+def describe_transport(transport: Transport) -> str:
+    """Return the type and the name of a transport."""
+    return f"{type(transport).__name__}({transport.name!r})"
+
+
+def clone_transport(leg: str, transport: Transport) -> Transport:
+    """Return a second transport on the same ranks, made by the ``clone()`` of one that is not the library's own."""
+    clone = getattr(transport, "clone", None)
+    if clone is None:
+        raise TransportUnavailableError(
+            f"clone_groups() needs a second group of the same ranks, which {describe_transport(transport)}, passed as "
+            f"{leg}, cannot make. Give it a method clone() that returns another transport on the same ranks, with the "
+            f"same rank and size, whose collectives are independent of the first one's; all ranks call it together."
+        )
+    second: Transport = clone()
+    return second
