@@ -174,15 +174,18 @@ class Kernels(Protocol):
         """Return the sum, modulo 2**32, of every word scattered with its place; the first one's is ``first``."""
         ...
 
-    def mix_(self, x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
-        """Fill ``out``, which may be ``x``, with ``keep * x + sum of weights[j] * others[j]``, added in that order.
+    def mix_(
+        self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
+    ) -> Tensor:
+        """Fill ``out``, which may be ``x``, with ``self_weight * x + sum of weights[j] * others[j]``.
 
         Return the squared distance ``|out - x|^2`` from x as it was: a float64 scalar on its device, by the same pass.
 
         All are flat, contiguous, of one dtype and length; ``out`` may also be one of ``others``, but not overlap them
-        otherwise. Products and sums are rounded each, in float32 or, for float64, in float64, and the total once more
-        to the dtype: every set gives the same ``out``, except that a NaN may be any NaN. What has weight 0 is left out,
-        so that nothing it holds matters to ``out``; without any term ``out`` is 0. The distance is that of the rounded
-        ``out``, added up in float64 in any order: sets, and numbers of threads, agree on it to rounding.
+        otherwise. Terms are added in that order. Products and sums are rounded each, in float32 or, for float64, in
+        float64, and the total once more to the dtype: every set gives the same ``out``, except that a NaN may be any
+        NaN. What has weight 0 is left out, so that nothing it holds matters to ``out``; without any term ``out`` is 0.
+        The distance is that of the rounded ``out``, added up in float64 in any order: sets, and numbers of threads,
+        agree on it to rounding.
         """
         ...

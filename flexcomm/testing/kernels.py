@@ -236,15 +236,15 @@ def fit_is_finite_and_below_the_largest_magnitude(kernels: Kernels, device: str)
 
 def mixing_gives_the_references_bits(kernels: Kernels, device: str) -> None:
     """Any dtype, any length, any number of others; into memory of its own, into ``x``, or into one of the others."""
-    for dtype, length, (keep, weights), kind in product(DTYPES, _LENGTHS, _MIXTURES, ("normal", "wide", "tiny")):
+    for dtype, length, (self_weight, weights), kind in product(DTYPES, _LENGTHS, _MIXTURES, ("normal", "wide", "tiny")):
         given = [numbers(kind, (length,), seed).to(dtype) for seed in range(1 + len(weights))]
         expected = torch.empty_like(given[0])
-        far = _REFERENCE.mix_(given[0], keep, given[1:], weights, expected)
+        far = _REFERENCE.mix_(given[0], self_weight, given[1:], weights, expected)
         for place in range(-1, min(2, len(given))):
             here = [one.to(device, copy=True) for one in given]
             out = torch.full_like(here[0], torch.nan) if place < 0 else here[place]
-            got = kernels.mix_(here[0], keep, here[1:], weights, out)
-            law = f"of {length} {kind} {dtype}, {keep} * x and {weights}, into number {place} of them"
+            got = kernels.mix_(here[0], self_weight, here[1:], weights, out)
+            law = f"of {length} {kind} {dtype}, {self_weight} * x and {weights}, into number {place} of them"
             require_equal(kernels, out, expected, f"mix_ gives the reference's sum {law}")
             require_close(kernels, got, far, f"mix_ tells how far x moved {law}")
             for number, one in enumerate(here):
@@ -256,11 +256,11 @@ def mixing_keeps_what_is_not_finite(kernels: Kernels, device: str) -> None:
     for dtype in DTYPES:
         edges = [torch.nan, torch.inf, -torch.inf, 1.0, -0.0, torch.finfo(dtype).max, -torch.finfo(dtype).max]
         x, other = torch.cartesian_prod(*2 * [torch.tensor(edges, dtype=dtype)]).t().contiguous()
-        for keep, weight in ((0.5, 0.5), (1.0, 1.0), (1.0, -1.0)):
+        for self_weight, weight in ((0.5, 0.5), (1.0, 1.0), (1.0, -1.0)):
             expected, out = torch.empty_like(x), torch.empty_like(x).to(device)
-            _REFERENCE.mix_(x, keep, [other], [weight], expected)
-            kernels.mix_(x.to(device), keep, [other.to(device)], [weight], out)
-            law = f"what is not finite is mixed as IEEE has it, {keep} and {weight} of {dtype}"
+            _REFERENCE.mix_(x, self_weight, [other], [weight], expected)
+            kernels.mix_(x.to(device), self_weight, [other.to(device)], [weight], out)
+            law = f"what is not finite is mixed as IEEE has it, {self_weight} and {weight} of {dtype}"
             require_equal(kernels, out.isnan(), expected.isnan(), law)
             require_equal(kernels, out[~out.isnan()], expected[~expected.isnan()], law)
 
@@ -269,13 +269,13 @@ def what_has_no_weight_is_not_mixed_in(kernels: Kernels, device: str) -> None:
     for dtype in DTYPES:
         whole = torch.ones(70, dtype=dtype, device=device)
         broken, out = torch.full_like(whole, torch.nan), torch.full_like(whole, 7.0)
-        for x, keep, others, weights in (
+        for x, self_weight, others, weights in (
             (broken, 0.0, [whole], [1.0]),
             (whole, 1.0, [broken, broken], [0.0, 0.0]),
             (broken, 0.0, [broken, whole, broken], [0.0, 1.0, 0.0]),
         ):
-            kernels.mix_(x, keep, others, weights, out.fill_(7.0))
-            require_equal(kernels, out, whole, f"what has weight 0 does not matter: {keep}, {weights}, {dtype}")
+            kernels.mix_(x, self_weight, others, weights, out.fill_(7.0))
+            require_equal(kernels, out, whole, f"what has weight 0 does not matter: {self_weight}, {weights}, {dtype}")
         kernels.mix_(broken, 0.0, [], [], out)
         require_equal(kernels, out, torch.zeros(70, dtype=dtype), f"without any weight there is nothing: {dtype}")
 

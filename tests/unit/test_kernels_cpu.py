@@ -98,26 +98,26 @@ def test_kernels_that_differ_in_one_bit_are_found_out(law: Callable[[Kernels, st
 
 
 class MixesBackwards(ReferenceKernels):
-    def mix_(self, x, keep, others, weights, out):  # type: ignore[no-untyped-def]
-        return super().mix_(x, keep, others[::-1], weights[::-1], out)
+    def mix_(self, x, self_weight, others, weights, out):  # type: ignore[no-untyped-def]
+        return super().mix_(x, self_weight, others[::-1], weights[::-1], out)
 
 
 class MixesInDoubles(ReferenceKernels):
-    def mix_(self, x, keep, others, weights, out):  # type: ignore[no-untyped-def]
+    def mix_(self, x, self_weight, others, weights, out):  # type: ignore[no-untyped-def]
         filled = torch.empty_like(x, dtype=torch.float64)
-        far = super().mix_(x.double(), keep, [other.double() for other in others], weights, filled)
+        far = super().mix_(x.double(), self_weight, [other.double() for other in others], weights, filled)
         out.copy_(filled)
         return far
 
 
 class MixesZeros(ReferenceKernels):
-    def mix_(self, x, keep, others, weights, out):  # type: ignore[no-untyped-def]
-        return super().mix_(x, keep or 1e-45, others, [weight or 1e-45 for weight in weights], out)
+    def mix_(self, x, self_weight, others, weights, out):  # type: ignore[no-untyped-def]
+        return super().mix_(x, self_weight or 1e-45, others, [weight or 1e-45 for weight in weights], out)
 
 
 class ForgetsHowFar(ReferenceKernels):
-    def mix_(self, x, keep, others, weights, out):  # type: ignore[no-untyped-def]
-        super().mix_(x, keep, others, weights, out)
+    def mix_(self, x, self_weight, others, weights, out):  # type: ignore[no-untyped-def]
+        super().mix_(x, self_weight, others, weights, out)
         return (out.double() - x.double()).square().sum()
 
 

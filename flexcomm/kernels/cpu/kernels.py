@@ -113,6 +113,8 @@ class CpuKernels:
         parts = run(shares, lambda begin, end: checking.add_checksum(source[begin:end], first + begin))
         return int(sum(parts)) % (1 << 32)
 
-    def mix_(self, x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
+    def mix_(
+        self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
+    ) -> Tensor:
         shares = cut_up(x.numel(), x.numel(), self._threads, _LINE)
-        return torch.tensor(sum(run(shares, mixer_of(x, keep, others, weights, out))), dtype=torch.float64)
+        return torch.tensor(sum(run(shares, mixer_of(x, self_weight, others, weights, out))), dtype=torch.float64)

@@ -22,9 +22,9 @@ __all__ = ["mixer_of"]
 _HALVES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
-def mixer_of(x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Mixer:
+def mixer_of(x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Mixer:
     """Return what mixes a part, given where it begins and ends, and returns how far that moved, squared."""
-    terms = [term for term in zip((x, *others), (keep, *weights), strict=True) if term[1] != 0.0]
+    terms = [term for term in zip((x, *others), (self_weight, *weights), strict=True) if term[1] != 0.0]
     if x.dtype in _HALVES:
         return _mixer_of_halves(x, terms, out)
     if len(terms) == 2 and terms[0][0] is x:
@@ -34,8 +34,10 @@ def mixer_of(x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence
 
 def _mixer_of_two(x: Tensor, terms: list[tuple[Tensor, float]], out: Tensor) -> Mixer:
     own, other, filled = x.detach().numpy(), terms[1][0].detach().numpy(), out.detach().numpy()
-    keep, weight = own.dtype.type(terms[0][1]), own.dtype.type(terms[1][1])
-    return lambda first, last: mixing.mix_two(own[first:last], keep, other[first:last], weight, filled[first:last])
+    self_weight, weight = own.dtype.type(terms[0][1]), own.dtype.type(terms[1][1])
+    return lambda first, last: mixing.mix_two(
+        own[first:last], self_weight, other[first:last], weight, filled[first:last]
+    )
 
 
 def _mixer_of_many(x: Tensor, terms: list[tuple[Tensor, float]], out: Tensor) -> Mixer:

@@ -32,12 +32,12 @@ _TWO_TO_112 = np.float32(2.0**112)
 
 
 @kept
-def mix_two(x: Reals, keep: Float, other: Reals, weight: Float, out: Reals) -> Float:
-    """Fill ``out`` with ``keep * x + weight * other``; return how far it is from ``x``, squared."""
+def mix_two(x: Reals, self_weight: Float, other: Reals, weight: Float, out: Reals) -> Float:
+    """Fill ``out`` with ``self_weight * x + weight * other``; return how far it is from ``x``, squared."""
     # Where memory may overlap, loops do not fit into vectors: so there is one that is told of x alone.
     if x.ctypes.data == out.ctypes.data:
-        return mix_two_in_place(x, keep, other, weight)
-    return mix_two_apart(x, keep, other, weight, out)
+        return mix_two_in_place(x, self_weight, other, weight)
+    return mix_two_apart(x, self_weight, other, weight, out)
 
 
 @kept
@@ -82,16 +82,16 @@ def mix_halves(first: Int, last: Int, x: Halves, out: Halves, terms: Longs, weig
 
 
 @compiled
-def added(x: Float, keep: Float, other: Float, weight: Float) -> Float:
-    return keep * x + weight * other
+def added(x: Float, self_weight: Float, other: Float, weight: Float) -> Float:
+    return self_weight * x + weight * other
 
 
 @summing
-def mix_two_in_place(x: Reals, keep: Float, other: Reals, weight: Float) -> Float:
+def mix_two_in_place(x: Reals, self_weight: Float, other: Reals, weight: Float) -> Float:
     total = 0.0
     for i in range(x.size):
         old = x[i]
-        new = added(old, keep, other[i], weight)
+        new = added(old, self_weight, other[i], weight)
         x[i] = new
         far = np.float64(new) - np.float64(old)
         total += far * far
@@ -99,11 +99,11 @@ def mix_two_in_place(x: Reals, keep: Float, other: Reals, weight: Float) -> Floa
 
 
 @summing
-def mix_two_apart(x: Reals, keep: Float, other: Reals, weight: Float, out: Reals) -> Float:
+def mix_two_apart(x: Reals, self_weight: Float, other: Reals, weight: Float, out: Reals) -> Float:
     total = 0.0
     for i in range(x.size):
         old = x[i]
-        new = added(old, keep, other[i], weight)
+        new = added(old, self_weight, other[i], weight)
         out[i] = new
         far = np.float64(new) - np.float64(old)
         total += far * far

@@ -152,10 +152,12 @@ class GpuKernels:
         job.point(words=words)
         return self._ask("add_checksum", words.numel(), job, words.device) & _LOW32
 
-    def mix_(self, x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
+    def mix_(
+        self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
+    ) -> Tensor:
         if x.numel() == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        terms = [term for term in zip((x, *others), (keep, *weights), strict=True) if term[1] != 0.0]
+        terms = [term for term in zip((x, *others), (self_weight, *weights), strict=True) if term[1] != 0.0]
         job, share = mix_job(x, terms, out), plan_sum_share(x.numel(), self._threads)
         distances = torch.empty(share.grid, dtype=torch.float64, device=x.device)
         job.point(distances=distances)

@@ -136,9 +136,11 @@ class ReferenceKernels:
         places = torch.arange(first, first + words.numel(), device=words.device)
         return int(mix32(words.to(torch.int64) ^ (places * GOLDEN)).sum()) & LOW32
 
-    def mix_(self, x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
+    def mix_(
+        self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
+    ) -> Tensor:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        terms = zip((x, *others), (keep, *weights), strict=True)
+        terms = zip((x, *others), (self_weight, *weights), strict=True)
         products = [term.detach().to(wide) * _factor(weight, wide) for term, weight in terms if weight != 0.0]
         mixed = products[0] if products else torch.zeros_like(x, dtype=wide)
         for product in products[1:]:
