@@ -33,8 +33,8 @@ from flexcomm.errors import (
     TransportUnavailableError,
     WireError,
 )
+from flexcomm.gossip.api import MixHandle, MixResult, mix, start_mix
 from flexcomm.gossip.compressed import MixResiduals
-from flexcomm.gossip.mixing import MixHandle, MixResult, mix, start_mix
 from flexcomm.gossip.push_sum import PushSum
 from flexcomm.sync import Residuals, SyncHandle, hierarchical_sync, start_exchange, start_sync
 from flexcomm.topology import Topology

@@ -53,7 +53,7 @@ def measure_links(load: Load, world: World, rounds: int) -> list[LinkTable]:
 
 def _swap(x: Tensor, schedule: Schedule, world: World) -> None:
     """Return when everything has arrived; averaging is the host's work, and measured there."""
-    start_mix(x, schedule, 0, world=world, out=x).arrive()
+    start_mix(x, schedule, 0, world=world, out=x).wait_received()
 
 
 def _measure_link(
@@ -93,7 +93,7 @@ def _mix_costs(load: Load, world: World) -> list[float]:
     # Not zeros, whose pages would be there only once they are written, while the clock runs.
     x = torch.ones(load.bucket_nbytes // ELEMENT_NBYTES)
     handle = start_mix(x, gossip.ring(world.topology.nodes), 0, world=world, out=x)
-    handle.arrive()
+    handle.wait_received()
     return [_seconds_of(handle.wait)]
 
 

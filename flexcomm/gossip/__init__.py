@@ -1,27 +1,35 @@
-"""Mixing with a few nodes at a time instead of averaging over all."""
+"""Gossip: nodes mix with a few others at a time, instead of averaging over all.
+
+``api`` has the verbs, ``mix`` the path of one mix, ``plan`` what follows from shapes and settings, ``graphs`` and
+``schedule`` the schedules.
+"""
 
 from __future__ import annotations
 
-from flexcomm.gossip.base_graph import base
-from flexcomm.gossip.custom import from_edges, from_matrix
+from flexcomm.gossip.api import plan_mix
 from flexcomm.gossip.graphs import (
+    RandomSchedule,
     alternating,
     alternating_exponential_ring,
+    base,
     complete,
     directed_exponential,
     fixed_ring,
     one_peer_exponential,
+    random_matching,
     ring,
     static_exponential,
 )
-from flexcomm.gossip.random_schedule import RandomSchedule, random_matching
-from flexcomm.gossip.schedule import Edge, Group, Phase, Schedule, ScheduleLike, ScheduleReport
+from flexcomm.gossip.phase import Edge, Group, Phase
+from flexcomm.gossip.plan import Round, round_of
+from flexcomm.gossip.schedule import Schedule, ScheduleLike, ScheduleReport, from_edges, from_matrix
 
 __all__ = [
     "Edge",
     "Group",
     "Phase",
     "RandomSchedule",
+    "Round",
     "Schedule",
     "ScheduleLike",
     "ScheduleReport",
@@ -34,7 +42,9 @@ __all__ = [
     "from_edges",
     "from_matrix",
     "one_peer_exponential",
+    "plan_mix",
     "random_matching",
     "ring",
+    "round_of",
     "static_exponential",
 ]

@@ -1,12 +1,13 @@
-"""Compressed mixing: nodes send what changed since their peers last heard of them, and remember what those know.
+"""Compressed mixing: nodes send the change since their last message, and keep what peers know of them.
 
 CHOCO's rule (Koloskova et al. 2019) for symmetric graphs, and the same on push-sum's numerators (Taheri et al. 2020)
-for directed ones. Every node keeps ``public``, what its peers know of its ``x``, and ``heard``, the weighted sum of
-what it knows of all it hears, itself included. In a round it sends ``q = Q(x - public)``, and then
+for directed ones. Every node keeps ``public``, the value that its peers know of its ``x``, and ``public_sum``, the
+weighted sum of the public values of all nodes it receives from and of its own. In a round it sends
+``q = Q(x - public)``, and then
 
-    public += q;  heard += sum of w_j * q_j;  x += gamma * (heard - public)
+    public += q;  public_sum += sum of w_j * q_j;  x += gamma * (public_sum - public)
 
-``heard`` follows the graph's weights, so these must not change from step to step.
+``public_sum`` depends on the weights of the graph, so these must not change from step to step.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import torch
 from flexcomm.codec import Decoder, Encoder, regions_of
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import CompressorError, InvalidArgumentError, NonFiniteError
-from flexcomm.gossip.letters import swap
-from flexcomm.gossip.trip import Joined, Trip
+from flexcomm.gossip.messages import send_recv_messages
 from flexcomm.kernels import Momentum
 
 if TYPE_CHECKING:
@@ -30,92 +30,108 @@ if TYPE_CHECKING:
 
     from flexcomm.codec import BufferPlan
     from flexcomm.compress import Compressor
-    from flexcomm.gossip.turn import Turn
+    from flexcomm.gossip.mix import MixContext
     from flexcomm.kernels import TensorPlan
 
-__all__ = ["MixResiduals", "choose_gamma", "cross_compressed", "spelled_out"]
+__all__ = ["MixResiduals", "ReceivedChanges", "choose_gamma", "send_recv_changes"]
 
-_MOST_COARSE = 0.9
+_MOST_BIASED_GAMMA = 0.9
 _FEW_MAGNITUDES = 4
 _LARGE = {False: (1 << 22,), True: (1 << 11, 1 << 11)}
-"""Tensors on which a compressor shows the share it sends, flat or not."""
+"""Shapes for which the share that a compressor sends is computed: flat, or of two dims."""
 
 
-class _Slot(NamedTuple):
+class _State(NamedTuple):
     public: Tensor
-    heard: Tensor
+    public_sum: Tensor
 
 
 class MixResiduals:
-    """What compressed mixing remembers of one set of tensors: what peers know of them, and what is known of peers.
+    """The state of compressed mixing for one set of tensors: the values that peers know, and their weighted sum.
 
-    Begins at zero or, where all nodes hold the same at first, with :meth:`begin` at that, which saves sending it. A
-    round that fails leaves it as it was.
+    It starts at zero. If all nodes hold the same values at first, :meth:`begin` saves sending them. A round that fails
+    leaves the state unchanged.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> residuals = flexcomm.MixResiduals()  # one for each set of tensors, kept from step to step
+        >>> with flexcomm.connect() as world:
+        ...     ring = flexcomm.gossip.fixed_ring(world.topology.nodes)
+        ...     int8 = flexcomm.dense(values="int8")
+        ...     flexcomm.mix(torch.ones(2), ring, 0, world=world, compressor=int8, residuals=residuals).tensors
+        tensor([1., 1.])
+
     """
 
     def __init__(self) -> None:
-        self._slot: _Slot | None = None
-        self._next: _Slot | None = None
-        self._in_use = False
+        self._state: _State | None = None
+        self._next: _State | None = None
+        self._claimed = False
 
     def claim(self) -> None:
-        """Take it into use until :meth:`release`: two rounds at once would each forget what the other sent."""
-        if self._in_use:
+        """Reserve the state for one mix until :meth:`unclaim`: of two at once, each would lose the other's update."""
+        if self._claimed:
             raise InvalidArgumentError(
-                "this memory is in use by a mix under way: wait for its handle first, and use one memory for each set "
-                "of tensors."
+                "these residuals are in use by a mix under way: wait for its handle first, and use other residuals for "
+                "each set of tensors."
             )
-        self._in_use = True
+        self._claimed = True
 
-    def release(self) -> None:
-        """Give it free again."""
-        self._in_use = False
+    def unclaim(self) -> None:
+        """End the reservation."""
+        self._claimed = False
 
-    def begin(self, x: Tensor, heard_weight: float = 1.0) -> None:
-        """Take note that all nodes hold ``x``, flat; ``heard_weight`` is the sum of a node's weights."""
-        known = x.detach().reshape(-1).to(torch.float32, copy=True)
-        self._slot = _Slot(known, known * heard_weight)
+    def begin(self, x: Tensor, weight_sum: float = 1.0) -> None:
+        """Start from values that all nodes hold.
 
-    def lend(self, numel: int, device: torch.device) -> tuple[_Slot, _Slot]:
-        """Return what is known, and room for what will be once :meth:`commit` is called."""
+        Args:
+            x: the values, flat: this rank's shard, if the ranks of a node share the work.
+            weight_sum: the sum of this node's weights; 1, unless the graph is directed and not doubly stochastic.
+
+        """
+        public = x.detach().reshape(-1).to(torch.float32, copy=True)
+        self._state = _State(public, public * weight_sum)
+
+    def lend(self, numel: int, device: torch.device) -> tuple[_State, _State]:
+        """Return the state, and memory for the next one, which replaces it when :meth:`commit` is called."""
         with torch.inference_mode(False):
-            if self._slot is None:
-                self._slot = _Slot(*torch.zeros(2, numel, device=device))
-            if self._slot.public.numel() != numel or self._slot.public.device != device:
+            if self._state is None:
+                self._state = _State(*torch.zeros(2, numel, device=device))
+            if self._state.public.numel() != numel or self._state.public.device != device:
                 raise InvalidArgumentError(
-                    f"this memory is of {self._slot.public.numel()} elements on {self._slot.public.device}, but "
-                    f"{numel} on {device} are to be mixed: use one memory for each set of tensors."
+                    f"these residuals are of {self._state.public.numel()} elements on {self._state.public.device}, but "
+                    f"{numel} on {device} are to be mixed: use other residuals for each set of tensors."
                 )
             if self._next is None:
-                self._next = _Slot(*torch.empty(2, numel, device=device))
-        return self._slot, self._next
+                self._next = _State(*torch.empty(2, numel, device=device))
+        return self._state, self._next
 
     def commit(self) -> None:
-        """Keep what the last round found."""
-        self._slot, self._next = self._next, self._slot
+        """Make the state of the last round the current one."""
+        self._state, self._next = self._next, self._state
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return both, not as copies; nothing before the first round."""
-        return {} if self._slot is None else self._slot._asdict()
+        """Return ``public`` and ``public_sum``, not as copies; an empty dict before the first round."""
+        return {} if self._state is None else self._state._asdict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state."""
-        self._slot = _Slot(**{name: kept.detach().clone() for name, kept in state.items()}) if state else None
+        """Replace the state by a copy of this one."""
+        self._state = _State(**{name: value.detach().clone() for name, value in state.items()}) if state else None
         self._next = None
 
 
 def choose_gamma(compressor: Compressor, dims: Iterable[int], asked: float | None) -> float:
-    """Return the share of the way to go for tensors of so many dims: what was asked for, or what is safe.
+    """Return ``gamma`` for tensors of so many dims: the one asked for, or one that converges.
 
-    What drops coefficients is biased: with a large ``gamma`` nodes follow what they have not heard yet, further with
-    every round. Coefficients that are drawn wait for their turn, so ``gamma`` may be no more than the share sent, and
-    twice that where the largest go first (measured: docs/decentralized.md). It follows from the compressor alone, so
-    that ranks whose shards have other lengths go as far.
+    A compressor that drops coefficients is biased. With a large ``gamma`` nodes move by differences that peers do not
+    know yet, and diverge. ``gamma`` may be at most the share that is sent, or twice that share if the largest
+    coefficients are sent first (measured: docs/decentralized.md). It depends on the compressor alone, so it is equal on
+    ranks whose shards have different lengths.
     """
     plans = [compressor.plan(TensorSpec("any", _LARGE[dim > 1], torch.float32)) for dim in dims]
-    _check_kept(compressor, plans)
+    _check_compressor(compressor, plans)
     share = min((_share_of(one) for one in plans), default=1.0)
-    most = min((_most_of(one) for one in plans), default=1.0)
+    most = min((_most_gamma(one) for one in plans), default=1.0)
     if asked is not None and asked > most:
         raise InvalidArgumentError(
             f"gamma={asked:g} diverges with {compressor}, which sends a share of {share:.3g} and drops the rest: pass "
@@ -124,16 +140,16 @@ def choose_gamma(compressor: Compressor, dims: Iterable[int], asked: float | Non
     return min(share, most) if asked is None else asked
 
 
-def _check_kept(compressor: Compressor, plans: list[TensorPlan]) -> None:
+def _check_compressor(compressor: Compressor, plans: list[TensorPlan]) -> None:
     if any(one.variable_length for one in plans):
         raise CompressorError(
-            f"{compressor} sends payloads of any length, but letters are of one length: give threshold a capacity, or "
-            f"use top_k."
+            f"{compressor} sends payloads of any length, but messages have a fixed length: give threshold a capacity, "
+            f"or use top_k."
         )
     if any(one.values.format.magnitudes == 1 for one in plans):
         raise CompressorError(
-            f"{compressor} sends one magnitude for a chunk: what nodes differ in gathers in few elements, and mixing "
-            f"diverges on some graphs after hundreds of rounds. Use values='sign2' or 'int8'."
+            f"{compressor} sends one magnitude for a chunk: differences between nodes concentrate in few elements, and "
+            f"mixing diverges on some graphs after hundreds of rounds. Use values='sign2' or 'int8'."
         )
 
 
@@ -142,70 +158,74 @@ def _share_of(plan: TensorPlan) -> float:
     return min(1.0, plan.entries / (plan.chunks * plan.chunk_numel))
 
 
-def _most_of(plan: TensorPlan) -> float:
-    """Return the largest step size that is known to converge."""
+def _most_gamma(plan: TensorPlan) -> float:
+    """Return the largest ``gamma`` that is known to converge."""
     share, drawn = _share_of(plan), plan.selection.rule.sample_key is not None
-    coarse = plan.values.format.magnitudes is not None and plan.values.format.magnitudes <= _FEW_MAGNITUDES
     most = 1.0 if share == 1.0 else share * (1.0 if drawn else 2.0)
-    return min(most, _MOST_COARSE if coarse or share < 1.0 else 1.0)
+    magnitudes = plan.values.format.magnitudes
+    coarse = magnitudes is not None and magnitudes <= _FEW_MAGNITUDES
+    return min(most, _MOST_BIASED_GAMMA if coarse or share < 1.0 else 1.0)
 
 
-def spelled_out(turn: Turn, node: int) -> Turn:
-    """Return a turn in which a group's nodes each send to all others: payloads cannot be added on the way."""
-    if not turn.group:
-        return turn
-    others = tuple(member for member in turn.group if member != node)
-    (weight,) = turn.weights
-    return type(turn)(others, others, turn.keep + weight, (weight,) * len(others))
+class ReceivedChanges(NamedTuple):
+    """``public_sum - public`` after a round, by which ``x`` moves, and the push-sum weight of every sender."""
+
+    step: Tensor
+    push_weights: list[float]
 
 
-def cross_compressed(trip: Trip, plan: BufferPlan, memory: MixResiduals, x: Tensor) -> Joined:
-    """Exchange what changed of ``x``, and write what is known afterwards beside what is known now."""
-    turn, own = trip.turn, trip.line.weight
-    known, after = memory.lend(x.numel(), x.device)
-    change = trip.rooms.get("change", x.numel(), torch.float32)
-    torch.sub(x if own == 1.0 else x * own, known.public, out=change)
-    payload = _encoded(trip, plan, change)
-    rooms = [trip.rooms.get(f"payload {number}", plan.nbytes, torch.uint8) for number in range(len(turn.hears))]
-    trip.count(len(turn.sends_to), len(rooms), plan.nbytes)
-    sent = [(peer, payload) for peer in turn.sends_to]
-    heard = swap(trip.inter, trip.line, sent, list(zip(turn.hears, rooms, strict=True)))
-    with trip.record.time("decode"):
-        _decode(trip, plan, payload, trip.inter.rank, change)
-        torch.add(known.public, change, out=after.public)
-        torch.add(known.heard, change, alpha=turn.keep, out=after.heard)
-        for sender, buffer, weight in zip(turn.hears, rooms, turn.weights, strict=True):
-            _decode(trip, plan, buffer, sender, change)
-            after.heard.add_(change, alpha=weight)
-        torch.sub(after.heard, after.public, out=change)
-    push_weight = trip.push_weight(turn.keep, turn.weights, heard.weights)
-    step = trip.rooms.get("step", x.numel(), x.dtype).copy_(change)
-    return Joined(own / push_weight, [step], [trip.gamma / push_weight], push_weight)
+def send_recv_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> ReceivedChanges:
+    """Send the change of ``x`` to the peers of this round, receive theirs, and compute the next state of residuals.
+
+    The caller commits that state once nothing can fail any more.
+    """
+    round_, own = ctx.round, ctx.header.push_weight
+    state, after = residuals.lend(x.numel(), x.device)
+    change = ctx.buffer("change", x.numel(), torch.float32)
+    torch.sub(x if own == 1.0 else x * own, state.public, out=change)
+    plan = ctx.plan.buffer_plan
+    assert plan is not None, "plans with residuals have a compressor"  # noqa: S101  (our own invariant)
+    payload = _encode(ctx, plan, change)
+    buffers = [ctx.buffer(f"payload {number}", plan.nbytes, torch.uint8) for number in range(len(round_.receives_from))]
+    ctx.count_messages(len(round_.sends_to), len(buffers), plan.nbytes)
+    sends = [(peer, payload) for peer in round_.sends_to]
+    receives = list(zip(round_.receives_from, buffers, strict=True))
+    received = send_recv_messages(ctx.inter, ctx.header, sends, receives)
+    with ctx.record.time("decode"):
+        # The own payload is decoded, too: peers know what was sent, not what was meant.
+        _decode(ctx, plan, payload, ctx.inter.rank, change)
+        torch.add(state.public, change, out=after.public)
+        torch.add(state.public_sum, change, alpha=round_.self_weight, out=after.public_sum)
+        for (sender, buffer), weight in zip(receives, round_.weights, strict=True):
+            _decode(ctx, plan, buffer, sender, change)
+            after.public_sum.add_(change, alpha=weight)
+        torch.sub(after.public_sum, after.public, out=change)
+    return ReceivedChanges(ctx.buffer("step", x.numel(), x.dtype).copy_(change), received.push_weights)
 
 
-def _encoded(trip: Trip, plan: BufferPlan, change: Tensor) -> Tensor:
-    """Return the payload; where ``change`` is nonfinite it is marked so, and all who receive it raise."""
-    encoder = Encoder(plan, trip.rooms.get("payload", plan.nbytes, torch.uint8), trip.kernels)
-    numbers = {"step": trip.line.step, "sequence": trip.line.sequence}
-    with trip.record.time("encode"):
+def _encode(ctx: MixContext, plan: BufferPlan, change: Tensor) -> Tensor:
+    """Return the payload; if ``change`` is nonfinite, it is marked so, and all receivers raise."""
+    encoder = Encoder(plan, ctx.buffer("payload", plan.nbytes, torch.uint8), ctx.plan.kernels)
+    numbers = {"step": ctx.header.step, "sequence": ctx.header.sequence}
+    with ctx.record.time("encode"):
         try:
-            encoder.encode_(_cut(change, plan), [Momentum()] * len(plan.specs), **numbers)
+            encoder.encode_(_split(change, plan), [Momentum()] * len(plan.specs), **numbers)
         except NonFiniteError:
             encoder.mark_nonfinite_(**numbers)
     return encoder.buffer
 
 
-def _decode(trip: Trip, plan: BufferPlan, payload: Tensor, sender: int, out: Tensor) -> None:
-    decoder = Decoder(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), trip.kernels)
-    if decoder.verify(step=trip.line.step, sequence=trip.line.sequence):
+def _decode(ctx: MixContext, plan: BufferPlan, payload: Tensor, sender: int, out: Tensor) -> None:
+    decoder = Decoder(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), ctx.plan.kernels)
+    if decoder.verify(step=ctx.header.step, sequence=ctx.header.sequence):
         raise NonFiniteError(
             f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed here. End "
             f"the run, and lower the learning rate, or clip."
         )
-    decoder.decode_(_cut(out, plan), step=trip.line.step, average="nodes")
+    decoder.decode_(_split(out, plan), step=ctx.header.step, average="nodes")
 
 
-def _cut(flat: Tensor, plan: BufferPlan) -> list[Tensor]:
-    """Return the plan's tensors, which lie one behind the other."""
+def _split(flat: Tensor, plan: BufferPlan) -> list[Tensor]:
+    """Return views of the plan's tensors, which lie one behind the other."""
     parts = torch.split(flat, [math.prod(spec.shape) for spec in plan.specs])
     return [part.view(spec.shape) for part, spec in zip(parts, plan.specs, strict=True)]

@@ -1,46 +1,70 @@
-"""Recipes: schedules known by name. Each takes the number of nodes, and for one node does nothing."""
+"""Graphs: schedules known by name. Each takes the number of nodes; for one node it does nothing.
+
+[Note: Base-(k+1) graphs]
+Any number of nodes average exactly, with at most k peers each at a time. Takezawa et al. 2023, arXiv 2305.11420. Three
+constructions, each built from the one before:
+
+* A *hyper-hypercube* of n = n_1 * n_2 * ... nodes, every n_i at most k+1, numbers nodes by digits and averages along
+  one digit after the other.
+* A *simple* graph takes the digits of n in base k+1. Each digit gives a part of as many equal blocks, and the parts
+  average within themselves. Then, part by part from the largest: every node in smaller parts is linked with one node
+  of every block, with weights such that each block, and the rest, has the mean of all. The blocks then average inside,
+  while the rest continues with the next part.
+* The *base* graph splits n = p * q, p having the prime factors up to k+1. Subsets of q nodes average by the simple
+  graph, and then p subsets by a hyper-hypercube; unless the simple graph of all n nodes is shorter.
+"""
 
 from __future__ import annotations
 
-from itertools import chain
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip.arguments import number_of
-from flexcomm.gossip.base_graph import base
-from flexcomm.gossip.custom import from_edges
-from flexcomm.gossip.phase import Edge, Group, Phase
-from flexcomm.gossip.reach import conversations
-from flexcomm.gossip.schedule import Schedule
+from flexcomm.gossip.averaging import MOST_NODES, connected_components, contraction_of
+from flexcomm.gossip.phase import Edge, Group, Phase, as_count, as_int
+from flexcomm.gossip.schedule import Schedule, ScheduleReport, from_edges
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    Nodes = Sequence[int]
+    Phases = list[Phase]
 
 __all__ = [
+    "RandomSchedule",
     "alternating",
     "alternating_exponential_ring",
+    "base",
     "complete",
     "directed_exponential",
     "fixed_ring",
     "one_peer_exponential",
+    "random_matching",
     "ring",
     "static_exponential",
 ]
 
+_PAIR = 2
+
 
 def complete(nodes: int) -> Schedule:
-    """Return the schedule in which all nodes average at every step: exact, and the most traffic."""
-    nodes = number_of("nodes", nodes, "complete")
+    """Return the schedule in which all nodes average at every step: exact, with the most traffic."""
+    nodes = as_count("nodes", nodes, "complete")
     return Schedule(f"complete({nodes})", nodes, (Phase((Group(tuple(range(nodes))),)),))
 
 
 def ring(nodes: int) -> Schedule:
     """Return the schedule in which every node averages with one neighbour on a ring, then with the other.
 
-    Of an odd number of nodes one stays alone at each step: node 0, then 1, then 2, so a period of three takes every
-    link of the ring. Traffic crosses links between neighbours only; many nodes average slowly.
+    If the number of nodes is odd, one of them has no peer at each step: node 0, then 1, then 2, so that a period of
+    three uses every link of the ring. Only neighbours communicate, so many nodes average slowly.
     """
-    nodes = number_of("nodes", nodes, "ring")
+    nodes = as_count("nodes", nodes, "ring")
     # A ring of two has one link; an odd one needs a third phase for the link that two matchings leave out.
     starts = range(min(2, nodes - 1)) if nodes % 2 == 0 else range(1, min(4, nodes + 1))
     phases = tuple(_neighbours(nodes, start) for start in starts)
@@ -48,11 +72,11 @@ def ring(nodes: int) -> Schedule:
 
 
 def fixed_ring(nodes: int) -> Schedule:
-    """Return the schedule in which every node takes a third of its own and of both neighbours' on a ring, always.
+    """Return the schedule in which every node averages with both neighbours on a ring at every step, a third each.
 
-    Mixing with compressed state needs a graph that stays. Two nodes, each other's only neighbour, take halves.
+    It is fixed, as compressed mixing needs. Two nodes have one neighbour each, and average by halves.
     """
-    nodes = number_of("nodes", nodes, "fixed_ring")
+    nodes = as_count("nodes", nodes, "fixed_ring")
     links = ((node, (node + 1) % nodes) for node in range(nodes) if nodes > 1)
     return from_edges(nodes, links, name=f"fixed_ring({nodes})")
 
@@ -62,7 +86,7 @@ def one_peer_exponential(nodes: int) -> Schedule:
 
     The number of nodes is a power of two.
     """
-    nodes = number_of("nodes", nodes, "one_peer_exponential")
+    nodes = as_count("nodes", nodes, "one_peer_exponential")
     if nodes & (nodes - 1):
         raise InvalidArgumentError(
             f"one_peer_exponential was asked for {nodes} nodes, but needs a power of two: use base({nodes}), which is "
@@ -73,10 +97,10 @@ def one_peer_exponential(nodes: int) -> Schedule:
 
 
 def alternating(schedule: Schedule) -> Schedule:
-    """Return the schedule in which every phase takes two steps, so that half of its links are in use at a time.
+    """Return the schedule in which every phase is split into two steps, so that half of its links are in use at a time.
 
-    Those who talk with each other in a phase are numbered by their lowest node: first the even ones talk, then the odd
-    ones. They have no node in common, so a period does the same as before, bit for bit, in twice as many steps.
+    The connected components of a phase are numbered by their lowest nodes: the even ones mix first, then the odd ones.
+    They have no node in common, so a period gives the same bits as before, in twice as many steps.
     """
     return Schedule(f"alternating({schedule.name})", schedule.nodes, _halved(schedule.phases))
 
@@ -84,11 +108,11 @@ def alternating(schedule: Schedule) -> Schedule:
 def alternating_exponential_ring(nodes: int) -> Schedule:
     """Return the schedule of alternating exponential rings (AER): exact, and half of the nodes send at a time.
 
-    Pairs of nodes at distance 1, 2, 4, ... average in turn, even pairs first, while the others rest. Ranks of a node
-    average among themselves all the time, which makes it the AER of Wang et al. 2024 (arXiv 2410.11998) on ranks, where
-    odd pairs come first. Where the number of nodes is no power of two, :func:`base` stands in for the pairs.
+    Pairs of nodes at distance 1, 2, 4, ... average one distance after the other, even pairs first, then odd ones. The
+    ranks of a node average in every step, so on ranks it is the AER of Wang et al. 2024 (arXiv 2410.11998), in which
+    odd pairs come first. If the number of nodes is no power of two, the phases of :func:`base` replace the pairs.
     """
-    nodes = number_of("nodes", nodes, "alternating_exponential_ring")
+    nodes = as_count("nodes", nodes, "alternating_exponential_ring")
     pairs = base(nodes) if nodes & (nodes - 1) else one_peer_exponential(nodes)
     return Schedule(f"alternating_exponential_ring({nodes})", nodes, _halved(pairs.phases))
 
@@ -96,9 +120,9 @@ def alternating_exponential_ring(nodes: int) -> Schedule:
 def static_exponential(nodes: int) -> Schedule:
     """Return the schedule in which node i sends to i + 1, i + 2, i + 4, ... (modulo nodes), all at every step.
 
-    Directed, yet doubly stochastic; fixed, so fit for compressed state. All count alike.
+    Directed, but doubly stochastic, with equal weights; fixed, as compressed mixing needs.
     """
-    nodes = number_of("nodes", nodes, "static_exponential")
+    nodes = as_count("nodes", nodes, "static_exponential")
     hops = _hops(nodes)
     weight = 1.0 / (len(hops) + 1)
     edges = (Edge(node, (node + hop) % nodes, weight) for hop in hops for node in range(nodes))
@@ -106,11 +130,11 @@ def static_exponential(nodes: int) -> Schedule:
 
 
 def directed_exponential(nodes: int) -> Schedule:
-    """Return the schedule in which node i sends half of what it has to i + 1, then to i + 2, i + 4, ... (modulo nodes).
+    """Return the schedule in which node i sends half of its value to i + 1, then to i + 2, i + 4, ... (modulo nodes).
 
     Doubly stochastic; exact for powers of two only (Assran et al. 2019, arXiv 1811.10792).
     """
-    nodes = number_of("nodes", nodes, "directed_exponential")
+    nodes = as_count("nodes", nodes, "directed_exponential")
     phases = tuple(
         Phase(edges=tuple(Edge(node, (node + hop) % nodes, 0.5) for node in range(nodes))) for hop in _hops(nodes)
     )
@@ -118,7 +142,7 @@ def directed_exponential(nodes: int) -> Schedule:
 
 
 def _hops(nodes: int) -> list[int]:
-    """The powers of two below the number of nodes."""
+    """Return the powers of two below the number of nodes."""
     return [1 << power for power in range((nodes - 1).bit_length())]
 
 
@@ -127,18 +151,214 @@ def _pairs(pairs: Iterable[tuple[int, int]]) -> Phase:
 
 
 def _neighbours(nodes: int, start: int) -> Phase:
-    """Every node from ``start`` on with the next one round the ring; of an odd number the one before stays alone."""
+    """Pair every second node from ``start`` on with the next one on the ring; of an odd number the last has no peer."""
     return _pairs(((start + step) % nodes, (start + step + 1) % nodes) for step in range(0, nodes - 1, 2))
 
 
 def _halved(phases: Iterable[Phase]) -> tuple[Phase, ...]:
-    talks = [conversations(phase) for phase in phases]
-    return tuple(_phase_of(half) for each in talks for half in (each[::2], each[1::2]))
+    split = [connected_components(phase) for phase in phases]
+    return tuple(_phase_of(half) for components in split for half in (components[::2], components[1::2]))
 
 
-def _phase_of(talks: Iterable[Iterable[Group | Edge]]) -> Phase:
-    parts = list(chain.from_iterable(talks))
+def _phase_of(components: Iterable[Iterable[Group | Edge]]) -> Phase:
+    parts = list(chain.from_iterable(components))
     return Phase(
         tuple(part for part in parts if isinstance(part, Group)),
         tuple(part for part in parts if isinstance(part, Edge)),
     )
+
+
+def base(nodes: int, k: int = 1) -> Schedule:
+    """Return the Base-(k+1) graph: exact for any number of nodes, with at most ``k`` peers each at a time.
+
+    A period takes at most ``2 * log(nodes) / log(k + 1) + 2`` steps. See [Note: Base-(k+1) graphs].
+    """
+    nodes = as_count("nodes", nodes, "base")
+    k = as_count("peers", k, "base")
+    phases = min(_factored(range(nodes), k), _simple(range(nodes), k), key=len)
+    return Schedule(f"base({nodes}, k={k})", nodes, tuple(phases) or (Phase(),))
+
+
+def _factored(nodes: Nodes, k: int) -> Phases:
+    """Return phases that average subsets first, and then the subsets with each other."""
+    size = _rough_part(len(nodes), k)
+    subsets = [nodes[start : start + size] for start in range(0, len(nodes), size)]
+    inside = _side_by_side(_simple(subset, k) for subset in subsets)
+    across = _side_by_side(_hyper_hypercube(one_of_each, k) for one_of_each in zip(*subsets, strict=True))
+    return inside + across
+
+
+def _simple(nodes: Nodes, k: int) -> Phases:
+    """Return phases that average any number of nodes."""
+    if _rough_part(len(nodes), k) == 1:
+        return _hyper_hypercube(nodes, k)
+    parts = _parts(nodes, k)
+    inside = _side_by_side(_hyper_hypercube(list(chain.from_iterable(blocks)), k) for blocks in parts)
+    linked = []
+    for number, blocks in enumerate(parts[:-1]):
+        rest = list(chain.from_iterable(chain.from_iterable(parts[number + 1 :])))
+        spread = _side_by_side(_hyper_hypercube(block, k) for block in blocks)
+        linked.append([Phase()] * number + [_link(blocks, rest)] + spread)
+    return inside + _side_by_side(linked)
+
+
+def _parts(nodes: Nodes, k: int) -> list[list[Nodes]]:
+    """Return one part of the nodes for each digit of their number in base k+1, cut into as many equal blocks."""
+    parts: list[list[Nodes]] = []
+    size, start = 1, 0
+    while size * (k + 1) <= len(nodes):
+        size *= k + 1
+    while size:
+        digit = (len(nodes) - start) // size
+        blocks = [nodes[start + size * number : start + size * (number + 1)] for number in range(digit)]
+        parts += [blocks] if blocks else []
+        start += size * digit
+        size //= k + 1
+    return parts
+
+
+def _link(blocks: list[Nodes], rest: Nodes) -> Phase:
+    """Return the phase that links every node of ``rest`` with one node of every block.
+
+    Afterwards each block, and the rest, has the mean of all. All nodes of ``blocks`` must hold the same value before,
+    and ``rest`` must have fewer nodes than a block.
+    """
+    size = len(blocks[0])
+    weight = size / (size * len(blocks) + len(rest))
+    links = [(one, block[place]) for place, one in enumerate(rest) for block in blocks]
+    return Phase(edges=tuple(Edge(*ends, weight) for one, other in links for ends in ((one, other), (other, one))))
+
+
+def _hyper_hypercube(nodes: Nodes, k: int) -> Phases:
+    """Return phases that average along one digit of a node's position after the other."""
+    phases, stride = [], 1
+    for factor in _fewest_factors(len(nodes), k + 1):
+        along = np.reshape(nodes, (-1, factor, stride)).swapaxes(1, 2).reshape(-1, factor).tolist()
+        phases.append(Phase(tuple(Group(tuple(members)) for members in along)))
+        stride *= factor
+    return phases
+
+
+@lru_cache(maxsize=1024)
+def _fewest_factors(number: int, largest: int) -> tuple[int, ...]:
+    """Return the shortest list of factors up to ``largest`` whose product is ``number``; its primes are no larger."""
+    if number == 1:
+        return ()
+    candidates = [factor for factor in range(min(largest, number), 1, -1) if number % factor == 0]
+    lists = [(factor, *_fewest_factors(number // factor, largest)) for factor in candidates]
+    return min(lists, key=len)
+
+
+def _rough_part(number: int, k: int) -> int:
+    """Return a number without its prime factors up to k+1."""
+    for factor in range(2, k + 2):
+        while number % factor == 0:
+            number //= factor
+    return number
+
+
+def _side_by_side(sequences: Iterable[Phases]) -> Phases:
+    """Merge sequences of phases for different nodes into one; nodes of shorter sequences have no peer at the end."""
+    together = zip_longest(*sequences, fillvalue=Phase())
+    return [
+        Phase(
+            tuple(chain.from_iterable(phase.groups for phase in phases)),
+            tuple(chain.from_iterable(phase.edges for phase in phases)),
+        )
+        for phases in together
+    ]
+
+
+def random_matching(nodes: int, seed: int = 0) -> RandomSchedule:
+    """Return the schedule in which every step pairs the nodes at random; of an odd number one has no peer.
+
+    On average a step halves the squared distance from the mean, for any number of nodes; no number of steps makes it
+    exact.
+    """
+    return RandomSchedule(nodes, seed)
+
+
+@dataclass(frozen=True)
+class RandomSchedule:
+    """Random pairs at every step, a function of the seed and the step alone.
+
+    It has no period. ``contraction`` is that of the first ``measured_phases`` phases: a sample, not a bound.
+    """
+
+    nodes: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", as_count("nodes", self.nodes, "random_matching"))
+        object.__setattr__(self, "seed", as_int(self.seed, "the seed of random_matching"))
+
+    @property
+    def name(self) -> str:
+        return f"random_matching({self.nodes}, seed={self.seed})"
+
+    @property
+    def period(self) -> None:
+        """None: phases do not repeat."""
+        return
+
+    def phase(self, step: int) -> Phase:
+        """Return the phase of a step; any integer is a step."""
+        return _draw_matching(self.nodes, self.seed, int(step))
+
+    @property
+    def is_doubly_stochastic(self) -> bool:
+        return True
+
+    @property
+    def is_symmetric(self) -> bool:
+        return True
+
+    @property
+    def is_fixed(self) -> bool:
+        return False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a phase averages all nodes: if there are at most two."""
+        return self.nodes <= _PAIR
+
+    @property
+    def measured_phases(self) -> int:
+        """The number of phases over which ``contraction`` is measured: 4 log2(nodes), or 1 if that is exact."""
+        return 1 if self.is_exact else 4 * (self.nodes - 1).bit_length()
+
+    @cached_property
+    def contraction(self) -> float:
+        """The factor by which the first ``measured_phases`` phases shrink the distance from the mean."""
+        if self.is_exact:
+            return 0.0
+        return contraction_of([self.phase(step) for step in range(self.measured_phases)], self.nodes)
+
+    @property
+    def most_peers(self) -> int:
+        return min(1, self.nodes - 1)
+
+    def report(self) -> ScheduleReport:
+        """Return the properties of this schedule; they print as one line."""
+        contraction = self.contraction if self.nodes <= MOST_NODES else None
+        return ScheduleReport(
+            self.name, self.nodes, None, self.most_peers, contraction, self.is_exact, self.measured_phases
+        )
+
+    @property
+    def digest(self) -> str:
+        """A short text, equal for equal random schedules only; the same in every process."""
+        return hashlib.blake2b(self.name.encode(), digest_size=16).hexdigest()
+
+    def __str__(self) -> str:
+        return f"{self.name}: random pairs at every step"
+
+
+# Every bucket of a step asks for the same phase.
+@lru_cache(maxsize=16)
+def _draw_matching(nodes: int, seed: int, step: int) -> Phase:
+    key = hashlib.blake2b(f"matching {seed} {step}".encode(), digest_size=16).digest()
+    # Sorting raw draws, not Generator.permutation: numpy promises the former's bits in all its versions.
+    draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(nodes)
+    order = np.argsort(draws, kind="stable").tolist()
+    return Phase(tuple(Group((one, other)) for one, other in zip(order[::2], order[1::2], strict=False)))

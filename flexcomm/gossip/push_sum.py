@@ -1,4 +1,4 @@
-"""Push-sum: averages on directed graphs, where what a node hears need not weigh as much as what it sends."""
+"""Push-sum: averages on directed graphs, where nodes may receive more or less weight than they send."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ __all__ = ["PushSum"]
 
 
 class PushSum:
-    """The weight of this node, carried from round to round; the sum over all nodes stays their number.
+    """The push-sum weight of this node, kept from round to round; the weights of all nodes sum to their number.
 
-    Tensors are kept de-biased, as ``z = x / weight``: what is sent is ``z`` with the weight beside it, and what comes
-    counts with its sender's. The mean that rounds preserve, and lead to, is that of ``weight * z``.
+    Tensors are stored de-biased, as ``z = x / weight``. A node sends ``z`` with its weight, and receivers multiply the
+    two. Rounds preserve, and converge to, the mean of ``weight * z``.
+
+    Args:
+        weight: the weight to begin with; 1 on all nodes, unless a state is restored.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> push_sum = flexcomm.PushSum()  # one for each set of tensors
+        >>> with flexcomm.connect() as world:
+        ...     schedule = flexcomm.gossip.directed_exponential(world.topology.nodes)
+        ...     flexcomm.mix(torch.ones(2), schedule, 0, world=world, push_sum=push_sum).tensors
+        tensor([1., 1.])
+
     """
 
     def __init__(self, weight: float = 1.0) -> None:
@@ -24,5 +36,5 @@ class PushSum:
         return {"weight": self.weight}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a weight."""
+        """Restore the weight of a state."""
         self.weight = PushSum(float(state["weight"])).weight

@@ -1,27 +1,34 @@
-"""Schedules: who mixes with whom at which step, checked before anything is sent."""
+"""Schedules: the phase of every step, checked before anything is sent."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip.arguments import number_of
-from flexcomm.gossip.averaging import MOST_NODES, averages_exactly, contraction_of
-from flexcomm.gossip.phase import ROUNDING, Edge, Group, Phase
-from flexcomm.gossip.reach import check_all_hear_of_all
+from flexcomm.gossip.averaging import MOST_NODES, averages_exactly, check_strongly_connected, contraction_of
+from flexcomm.gossip.phase import ROUNDING, Edge, Phase, as_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["Edge", "Group", "Phase", "Schedule", "ScheduleLike", "ScheduleReport"]
+    from numpy.typing import ArrayLike
+
+__all__ = ["Schedule", "ScheduleLike", "ScheduleReport", "from_edges", "from_matrix"]
+
+_SUM_TOLERANCE = 1e-6
+"""The largest deviation of a column's sum from 1: matrices may come in float32."""
 
 
 class ScheduleLike(Protocol):
-    """What mixing needs of a schedule: a value, equal on all ranks, with a phase for every step."""
+    """The interface of a schedule: a value, equal on all ranks, with a phase for every step."""
 
     @property
     def name(self) -> str: ...
@@ -50,9 +57,9 @@ class ScheduleLike(Protocol):
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """What to expect of a schedule; ``contraction`` and ``exact`` are None where there are too many nodes to tell.
+    """The properties of a schedule; ``contraction`` and ``exact`` are None if there are too many nodes to compute them.
 
-    ``period`` is None where phases do not repeat; ``contraction`` is that of ``measured_phases`` phases.
+    ``period`` is None if phases do not repeat; ``contraction`` is that of ``measured_phases`` phases.
     """
 
     name: str
@@ -69,17 +76,32 @@ class ScheduleReport:
     def _averaging(self) -> str:
         phases = _count(self.measured_phases, "phase")
         if self.contraction is None:
-            return "too many nodes to tell how well they average"
+            return "too many nodes to compute the contraction"
         return f"averages exactly in {phases}" if self.exact else f"contraction {self.contraction:.6g} in {phases}"
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The phases of one period; step ``s`` takes phase ``s`` modulo the period.
+    """The phases of one period; step ``s`` uses phase ``s`` modulo the period.
 
-    Keeps the mean over nodes (every phase is column stochastic), and over periods brings every node to it: all nodes
-    hear of each other, and every one keeps a part of its own. What cannot do so is refused at construction.
-    A schedule is a value: it compares by its phases, and ``digest`` is the same in every process.
+    Every phase preserves the mean over nodes (it is column stochastic), and repeated periods converge to it: the graph
+    of all phases is strongly connected, and every node keeps a part of its own value. A schedule that would not
+    converge is refused at construction. Schedules compare by name and phases; ``digest`` is the same in every process.
+
+    Args:
+        name: shown in reports and errors.
+        nodes: the number of nodes, numbered from 0.
+        phases: at least one; ``Phase()`` is a step in which no node mixes.
+
+    Raises:
+        InvalidArgumentError: a phase has a node that does not exist, or some nodes never reach each other.
+
+    Example:
+        >>> from flexcomm.gossip import Group, Phase, Schedule
+        >>> neighbours, diagonals = (Group((0, 1)), Group((2, 3))), (Group((0, 2)), Group((1, 3)))
+        >>> Schedule("pairs", 4, (Phase(neighbours), Phase(diagonals))).is_exact
+        True
+
     """
 
     name: str
@@ -87,11 +109,11 @@ class Schedule:
     phases: tuple[Phase, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", number_of("nodes", self.nodes, self.name))
+        object.__setattr__(self, "nodes", as_count("nodes", self.nodes, self.name))
         object.__setattr__(self, "phases", tuple(self.phases))
         if not self.phases:
             raise InvalidArgumentError(
-                f"{self.name} has no phases, but needs at least one: Phase() is one in which nobody mixes."
+                f"{self.name} has no phases, but needs at least one: Phase() is one in which no node mixes."
             )
         for number, phase in enumerate(self.phases):
             if phase.highest >= self.nodes:
@@ -99,66 +121,66 @@ class Schedule:
                     f"phase {number} of {self.name} has a node {phase.highest}, but its {self.nodes} nodes are 0 to "
                     f"{self.nodes - 1}: correct the phase, or the number of nodes."
                 )
-        check_all_hear_of_all(self.name, self.nodes, self.phases)
+        check_strongly_connected(self.name, self.nodes, self.phases)
 
     @property
     def period(self) -> int:
-        """After how many steps the phases repeat."""
+        """The number of steps after which phases repeat."""
         return len(self.phases)
 
     def phase(self, step: int) -> Phase:
-        """Return the phase of a step; any whole number is one."""
+        """Return the phase of a step; any integer is a step."""
         return self.phases[step % len(self.phases)]
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every step mixes alike, which mixing with compressed state needs."""
+        """Whether all steps have the same phase, which compressed mixing needs."""
         return self.period == 1
 
     @cached_property
     def is_doubly_stochastic(self) -> bool:
-        """Whether equal nodes stay equal in every phase; where not, only push-sum averages."""
+        """Whether rows sum to 1, too, in every phase; otherwise mixing needs push-sum to converge to the mean."""
         return all(_rows_sum_to_one(phase) for phase in self.phases)
 
     @cached_property
     def is_symmetric(self) -> bool:
-        """Whether in every phase any two nodes take of each other with the same weight."""
-        return all(_takes_as_it_gives(phase) for phase in self.phases)
+        """Whether the matrix of every phase is symmetric."""
+        return all(_is_symmetric(phase) for phase in self.phases)
 
     @cached_property
     def is_exact(self) -> bool:
-        """Whether every node holds the mean after one period, to rounding (de-biased, where only push-sum averages)."""
+        """Whether every node holds the mean after one period, to rounding (de-biased, if push-sum is needed)."""
         return averages_exactly(self.phases, self.nodes)
 
     @cached_property
     def contraction(self) -> float:
-        """By which factor one period at least shrinks the distance from the mean; 0 where it is exact."""
+        """The factor by which one period shrinks the distance from the mean, at least; 0 if it is exact."""
         return 0.0 if self.is_exact else contraction_of(self.phases, self.nodes)
 
     @cached_property
     def most_peers(self) -> int:
-        """The most others to whom a node sends, or whom it hears, in one phase."""
+        """The largest number of nodes that one node sends to, or receives from, in one phase."""
         return max(phase.most_peers for phase in self.phases)
 
     def report(self) -> ScheduleReport:
-        """Return what to expect of this schedule; it prints as one line."""
-        told = self.nodes <= MOST_NODES
+        """Return the properties of this schedule; they print as one line."""
+        computable = self.nodes <= MOST_NODES
         return ScheduleReport(
             self.name,
             self.nodes,
             self.period,
             self.most_peers,
-            self.contraction if told else None,
-            self.is_exact if told else None,
+            self.contraction if computable else None,
+            self.is_exact if computable else None,
             self.period,
         )
 
     @cached_property
     def digest(self) -> str:
-        """A short text that two schedules share if, and only if, they are equal; the same in every process."""
+        """A short text, equal for equal schedules only; the same in every process."""
         digest = hashlib.blake2b(f"{self.name!r} {self.nodes}\n".encode(), digest_size=16)
         for phase in self.phases:
-            digest.update(";".join(_words(phase)).encode())
+            digest.update(";".join(_fields_of(phase)).encode())
             digest.update(b"\n")
         return digest.hexdigest()
 
@@ -168,13 +190,13 @@ class Schedule:
     def __str__(self) -> str:
         return _summary(self.name, self.nodes, self.period, self.most_peers)
 
-    # Ranks compare what is printed, and the phases of thousands of nodes are no reading.
+    # Ranks compare this text, so the phases of thousands of nodes are left out.
     def __repr__(self) -> str:
         return f"Schedule({self.name!r}, nodes={self.nodes}, period={self.period}, digest={self.digest})"
 
 
 def _rows_sum_to_one(phase: Phase) -> bool:
-    """Whether every node takes as much as it gives; groups always do."""
+    """Return whether incoming and outgoing weights of every node are equal; in groups they always are."""
     balance: dict[int, list[float]] = {}
     for edge in phase.edges:
         balance.setdefault(edge.source, []).append(-edge.weight)
@@ -182,14 +204,14 @@ def _rows_sum_to_one(phase: Phase) -> bool:
     return all(abs(math.fsum(weights)) <= ROUNDING for weights in balance.values())
 
 
-def _takes_as_it_gives(phase: Phase) -> bool:
+def _is_symmetric(phase: Phase) -> bool:
     weights = {(edge.source, edge.target): edge.weight for edge in phase.edges}
     return all(
         abs(weights.get((target, source), 0.0) - weight) <= ROUNDING for (source, target), weight in weights.items()
     )
 
 
-def _words(phase: Phase) -> Iterator[str]:
+def _fields_of(phase: Phase) -> Iterator[str]:
     for group in phase.groups:
         weight = "-" if group.self_weight is None else group.self_weight.hex()
         yield f"group {','.join(map(str, group.members))} {weight}"
@@ -204,3 +226,77 @@ def _summary(name: str, nodes: int, period: int | None, most_peers: int) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
+def from_edges(nodes: int, pairs: Iterable[tuple[int, int]], *, name: str = "from_edges") -> Schedule:
+    """Return the fixed schedule in which the two nodes of every pair mix at every step, both ways.
+
+    Weights are Metropolis-Hastings, ``1 / (1 + the larger number of neighbours)`` (Xiao and Boyd, 2004): they are
+    symmetric, so the mean is preserved. A pair may be given twice, and in any order.
+
+    Args:
+        nodes: the number of nodes.
+        pairs: the two nodes of every link.
+        name: shown in reports and errors.
+
+    Example:
+        >>> from flexcomm import gossip
+        >>> gossip.from_edges(3, [(0, 1), (1, 2)]).phase(0).self_weight(1)
+        0.33333333333333337
+
+    """
+    links = {(min(one, other), max(one, other)) for one, other in pairs}
+    neighbours = Counter(chain.from_iterable(links))
+    edges = []
+    for one, other in links:
+        weight = 1.0 / (1 + max(neighbours[one], neighbours[other]))
+        edges += [Edge(one, other, weight), Edge(other, one, weight)]
+    return Schedule(name, nodes, (Phase(edges=tuple(edges)),))
+
+
+def from_matrix(*matrices: ArrayLike, name: str = "from_matrix") -> Schedule:
+    """Return the schedule whose phases are these matrices, in this order.
+
+    The schedule is doubly stochastic if rows sum to 1, too, within 1e-12: build matrices in float64.
+
+    Args:
+        matrices: ``[nodes, nodes]`` each; ``matrix[i][j]`` is the weight of node j's value in node i's sum. Columns sum
+            to 1, and the diagonal is positive.
+        name: shown in reports and errors.
+
+    Example:
+        >>> from flexcomm import gossip
+        >>> gossip.from_matrix([[0.5, 0.5], [0.5, 0.5]]).is_exact
+        True
+
+    """
+    arrays = [np.asarray(matrix, dtype=np.float64) for matrix in matrices]
+    shapes = {array.shape for array in arrays}
+    if len(shapes) != 1 or any(array.ndim != 2 or len(array) != array.shape[1] for array in arrays):
+        raise InvalidArgumentError(
+            f"{name} was given matrices of shapes {[array.shape for array in arrays]}, but needs at least one, all "
+            f"[nodes, nodes] for the same number of nodes."
+        )
+    for number, array in enumerate(arrays):
+        _check_columns(name, number, array)
+    return Schedule(name, len(arrays[0]), tuple(_phase_of(array) for array in arrays))
+
+
+def _check_columns(name: str, number: int, array: np.ndarray) -> None:
+    if not np.isfinite(array).all() or (array < 0.0).any():
+        raise InvalidArgumentError(
+            f"matrix {number} of {name} has weights below 0 or nonfinite ones: use finite weights from 0 on."
+        )
+    sums = array.sum(axis=0)
+    worst = int(np.abs(sums - 1.0).argmax())
+    if abs(sums[worst] - 1.0) > _SUM_TOLERANCE:
+        raise InvalidArgumentError(
+            f"column {worst} of matrix {number} of {name} sums to {sums[worst]:.6g}, but must sum to 1, or the mean "
+            f"over nodes would change. Row i holds what node i adds up; if yours hold what nodes send, transpose."
+        )
+
+
+def _phase_of(array: np.ndarray) -> Phase:
+    targets, sources = np.nonzero(array - np.diag(np.diag(array)))
+    weights = array[targets, sources].tolist()
+    return Phase(edges=tuple(map(Edge, sources.tolist(), targets.tolist(), weights)))

@@ -152,7 +152,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         for part in self._all_parts():
             part.write(part.mean()[0])
         for x in floats:
-            mix(x, self._everybody.schedule, 0, world=self._world, lane=self._lane, out=x)
+            mix(x, self._everybody.schedule, 0, world=self._world, communicator=self._lane, out=x)
 
     @torch.no_grad()
     def average_(self) -> None:

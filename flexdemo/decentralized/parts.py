@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexcomm import InvalidArgumentError, MixResiduals, PushSum, mix, start_mix
-from flexcomm.gossip import complete
-from flexcomm.gossip.mixing import plan_mix
-from flexcomm.gossip.turn import turn_of
+from flexcomm.gossip import complete, plan_mix, round_of
 from flexdemo.parameters import local
 from flexdemo.torch_private.autograd import version_of
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
     from flexcomm import Compressor, MixHandle, World
     from flexcomm.gossip import ScheduleLike
-    from flexcomm.gossip.kinds import MixOptions
     from flexdemo.gradients import Bucket
 
 __all__ = ["MixTerms", "Part", "cut_into_parts"]
@@ -58,7 +55,17 @@ class Part:
         self._handle: MixHandle[list[Tensor]] | None = None
         self._versions: list[int] = []
         # Here, where all ranks come in one order, as they may not in a backward pass.
-        plan_mix(self._tensors, terms.schedule, **self._options(terms))
+        plan_mix(
+            self._tensors,
+            terms.schedule,
+            world=world,
+            sharded=shards,
+            gamma=terms.gamma,
+            has_push_sum=self.push_sum is not None,
+            compressor=terms.compressor,
+            has_residuals=self.memory is not None,
+            communicator=lane,
+        )
 
     def begin_memory(self) -> None:
         """Remember, if anything is, what all replicas hold now: this rank's share of it, if ranks share the work."""
@@ -70,7 +77,7 @@ class Part:
             numel = -(-flat.numel() // topology.local_size)
             flat = torch.nn.functional.pad(flat, (0, numel * topology.local_size - flat.numel()))
             flat = flat[topology.local_rank * numel :][:numel]
-        self.memory.begin(flat, turn_of(self._terms.schedule.phase(0), topology.node).total)
+        self.memory.begin(flat, round_of(self._terms.schedule.phase(0), topology.node).weight_sum)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -89,15 +96,15 @@ class Part:
         options["out"] = self._tensors
         self._handle = start_mix(self._tensors, terms.schedule, step, **options)
 
-    def _options(self, terms: MixTerms) -> MixOptions:
+    def _options(self, terms: MixTerms) -> dict[str, Any]:
         return {
             "world": self._world,
             "sharded": self.shards,
             "gamma": terms.gamma,
             "push_sum": self.push_sum,
             "compressor": terms.compressor,
-            "memory": self.memory if terms.compressor is not None else None,
-            "lane": self._lane,
+            "residuals": self.memory if terms.compressor is not None else None,
+            "communicator": self._lane,
         }
 
     def finish(self) -> None:
@@ -111,13 +118,13 @@ class Part:
     def let_arrive(self) -> None:
         """Wait until nothing is read from the parameters any longer; what came is mixed in later."""
         if self._handle is not None:
-            self._handle.arrive()
+            self._handle.wait_received()
 
     def drop(self) -> None:
         """Let what is under way arrive, and do nothing with it."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            handle.drop()
+            handle.cancel()
 
     def mean(self) -> tuple[list[Tensor], Tensor]:
         """Return the mean over all nodes and ranks, and this rank's squared distance from it. All ranks call it."""

@@ -28,7 +28,7 @@ __all__ = ["ReplicaMemory"]
 
 HERE, OWNER, PUSH_WEIGHT = "here", "owner", "push_weight"
 """Where this replica is, whose it is, and its weight of push-sum."""
-KNOWN = ("public", "heard")
+KNOWN = ("public", "public_sum")
 """What compressed mixing remembers: of a whole part, kept with the first of its parameters."""
 
 

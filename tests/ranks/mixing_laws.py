@@ -46,13 +46,13 @@ def schedules(nodes: int) -> list[ScheduleLike]:
         gossip.static_exponential(nodes),
         gossip.directed_exponential(nodes),
         gossip.random_matching(nodes, seed=3),
-        *([gossip.Schedule("unequal", nodes, (gossip.Phase((everybody(nodes, 0.75),)),))] if nodes > 1 else []),
+        *([gossip.Schedule("unequal", nodes, (gossip.Phase((group_of_all(nodes, 0.75),)),))] if nodes > 1 else []),
         *([gossip.one_peer_exponential(nodes)] if power else []),
     ]
 
 
-def everybody(nodes: int, self_weight: float) -> gossip.Group:
-    """All nodes in a group in which each counts its own more than another's."""
+def group_of_all(nodes: int, self_weight: float) -> gossip.Group:
+    """A group of all nodes with a weight for each node's own value."""
     return gossip.Group(tuple(range(nodes)), self_weight)
 
 
@@ -70,22 +70,22 @@ def weights_over_ranks(world: World, schedule: ScheduleLike, step: int) -> Tenso
     return torch.from_numpy(np.kron(schedule.phase(step).matrix(place.nodes), inside))
 
 
-def expected(world: World, schedule: ScheduleLike, step: int, everybodys: Tensor) -> Tensor:
+def expected(world: World, schedule: ScheduleLike, step: int, of_all_ranks: Tensor) -> Tensor:
     rows = torch.tensor([rank for node in world.topology.members for rank in node])
-    mixed = weights_over_ranks(world, schedule, step) @ everybodys[rows].double()
-    return mixed[rows.tolist().index(world.topology.rank)].to(everybodys.dtype)
+    mixed = weights_over_ranks(world, schedule, step) @ of_all_ranks[rows].double()
+    return mixed[rows.tolist().index(world.topology.rank)].to(of_all_ranks.dtype)
 
 
 def mixing_is_the_dense_matrix_product(world: World) -> None:
     for schedule in schedules(world.topology.nodes):
         for step in range(4):
-            everybodys = inputs(world, 1003, step)
-            x = everybodys[world.topology.rank].clone()
+            of_all_ranks = inputs(world, 1003, step)
+            x = of_all_ranks[world.topology.rank].clone()
             mixed = flexcomm.mix(x, schedule, step, world=world)
-            want = expected(world, schedule, step, everybodys)
+            want = expected(world, schedule, step, of_all_ranks)
             # Weights such as 1/3 are rounded, and sums of three in another order round differently.
             torch.testing.assert_close(mixed.tensors, want, rtol=0, atol=1e-13, msg=lambda m, s=schedule: f"{s}: {m}")
-            assert torch.equal(x, everybodys[world.topology.rank])
+            assert torch.equal(x, of_all_ranks[world.topology.rank])
 
 
 def dyadic_weights_mix_exactly_in_every_dtype(world: World) -> None:
@@ -93,33 +93,33 @@ def dyadic_weights_mix_exactly_in_every_dtype(world: World) -> None:
     if world.topology.size & (world.topology.size - 1):
         return
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        everybodys = (inputs(world, 37) * EIGHTHS).to(dtype)
-        got = flexcomm.mix(everybodys[world.topology.rank], schedule, 0, world=world).tensors
+        of_all_ranks = (inputs(world, 37) * EIGHTHS).to(dtype)
+        got = flexcomm.mix(of_all_ranks[world.topology.rank], schedule, 0, world=world).tensors
         assert got.dtype == dtype
-        assert torch.equal(got, expected(world, schedule, 0, everybodys))
+        assert torch.equal(got, expected(world, schedule, 0, of_all_ranks))
 
 
 def the_distance_is_how_far_this_rank_moved(world: World) -> None:
     for schedule in schedules(world.topology.nodes):
-        everybodys = inputs(world, 4096, 1)
-        x = everybodys[world.topology.rank]
+        of_all_ranks = inputs(world, 4096, 1)
+        x = of_all_ranks[world.topology.rank]
         moved = flexcomm.mix(x, schedule, 0, world=world).squared_distance
         assert moved.dtype == torch.float64
-        want = (expected(world, schedule, 0, everybodys) - x).square().sum()
+        want = (expected(world, schedule, 0, of_all_ranks) - x).square().sum()
         torch.testing.assert_close(moved, want, rtol=1e-9, atol=1e-12)
 
 
 def lists_shapes_and_strides_are_kept(world: World) -> None:
     schedule = gossip.complete(world.topology.nodes)
     shapes = [(3, 5), (), (0,), (2, 1, 7)]
-    everybodys = [inputs(world, max(1, torch.Size(shape).numel()), seed) for seed, shape in enumerate(shapes)]
+    of_all_ranks = [inputs(world, max(1, torch.Size(shape).numel()), seed) for seed, shape in enumerate(shapes)]
     mine = [
         all_of[world.topology.rank][: torch.Size(shape).numel()].view(shape)
-        for all_of, shape in zip(everybodys, shapes, strict=True)
+        for all_of, shape in zip(of_all_ranks, shapes, strict=True)
     ]
     mine[0] = mine[0].t().contiguous().t()
     mixed = flexcomm.mix(mine, schedule, 0, world=world).tensors
-    for got, all_of, shape in zip(mixed, everybodys, shapes, strict=True):
+    for got, all_of, shape in zip(mixed, of_all_ranks, shapes, strict=True):
         want = expected(world, schedule, 0, all_of)[: torch.Size(shape).numel()].view(shape)
         assert got.shape == torch.Size(shape)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
@@ -127,22 +127,22 @@ def lists_shapes_and_strides_are_kept(world: World) -> None:
 
 def the_result_may_be_written_over_the_tensors(world: World) -> None:
     schedule = gossip.ring(world.topology.nodes)
-    everybodys = inputs(world, 300)
+    of_all_ranks = inputs(world, 300)
     for parts in (1, 3):
-        xs = [part.clone() for part in everybodys[world.topology.rank].chunk(parts)]
+        xs = [part.clone() for part in of_all_ranks[world.topology.rank].chunk(parts)]
         mixed = flexcomm.mix(xs, schedule, 0, world=world, out=xs)
         assert all(got is x for got, x in zip(mixed.tensors, xs, strict=True))
-        torch.testing.assert_close(torch.cat(xs), expected(world, schedule, 0, everybodys), rtol=0, atol=1e-13)
+        torch.testing.assert_close(torch.cat(xs), expected(world, schedule, 0, of_all_ranks), rtol=0, atol=1e-13)
 
 
 def shards_are_mixed_between_nodes_alone(world: World) -> None:
     place, schedule = world.topology, gossip.base(world.topology.nodes)
-    everybodys = inputs(world, 100)
+    of_all_ranks = inputs(world, 100)
     numel = 10 + 7 * place.local_rank
-    own = everybodys[place.rank][:numel].clone()
+    own = of_all_ranks[place.rank][:numel].clone()
     before = world.stats()["intra_collectives"]
     got = flexcomm.mix(own, schedule, 0, world=world, sharded=True).tensors
-    peers = torch.stack([everybodys[ranks[place.local_rank]][:numel] for ranks in place.members])
+    peers = torch.stack([of_all_ranks[ranks[place.local_rank]][:numel] for ranks in place.members])
     want = torch.from_numpy(schedule.phase(0).matrix(place.nodes)) @ peers
     torch.testing.assert_close(got, want[place.node], rtol=0, atol=1e-13)
     assert world.stats()["intra_collectives"] == before
@@ -171,10 +171,10 @@ def all_nodes_of_a_uniform_group_hold_the_same_bits(world: World) -> None:
 
 def gamma_goes_a_share_of_the_way_between_nodes(world: World) -> None:
     schedule = gossip.complete(world.topology.nodes)
-    everybodys = inputs(world, 64)
-    got = flexcomm.mix(everybodys[world.topology.rank], schedule, 0, world=world, gamma=0.25).tensors
-    inside = everybodys[list(world.topology.members[world.topology.node])].mean(dim=0)
-    torch.testing.assert_close(got, 0.75 * inside + 0.25 * everybodys.mean(dim=0), rtol=0, atol=1e-13)
+    of_all_ranks = inputs(world, 64)
+    got = flexcomm.mix(of_all_ranks[world.topology.rank], schedule, 0, world=world, gamma=0.25).tensors
+    inside = of_all_ranks[list(world.topology.members[world.topology.node])].mean(dim=0)
+    torch.testing.assert_close(got, 0.75 * inside + 0.25 * of_all_ranks.mean(dim=0), rtol=0, atol=1e-13)
 
 
 def a_pair_sends_what_it_has_once(world: World) -> None:
@@ -188,7 +188,7 @@ def a_pair_sends_what_it_has_once(world: World) -> None:
 
 
 def directed(nodes: int) -> ScheduleLike:
-    """A graph that is not doubly stochastic: node 0 sends to all others, everybody to the next."""
+    """A graph that is not doubly stochastic: node 0 sends to all others, every node to the next."""
     edges = [gossip.Edge(node, (node + 1) % nodes, 0.25) for node in range(nodes)]
     edges += [gossip.Edge(0, node, 0.25) for node in range(2, nodes)]
     return gossip.Schedule("lopsided", nodes, (gossip.Phase(edges=tuple(edges)),))
@@ -199,27 +199,27 @@ def push_sum_leads_to_the_mean_where_plain_mixing_would_not(world: World) -> Non
         return
     schedule = directed(world.topology.nodes)
     assert not schedule.is_doubly_stochastic
-    everybodys = inputs(world, 50)
-    x, push_sum = everybodys[world.topology.rank].clone(), PushSum()
+    of_all_ranks = inputs(world, 50)
+    x, push_sum = of_all_ranks[world.topology.rank].clone(), PushSum()
     with pytest.raises(InvalidArgumentError, match=r"not doubly stochastic.*push_sum"):
         flexcomm.mix(x, schedule, 0, world=world)
     for step in range(200):
         x = flexcomm.mix(x, schedule, step, world=world, push_sum=push_sum).tensors
     assert push_sum.weight != 1.0
-    torch.testing.assert_close(x, everybodys.mean(dim=0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(x, of_all_ranks.mean(dim=0), rtol=0, atol=1e-12)
 
 
 def compressed_distance(
     world: World, compressor: flexcomm.Compressor, schedule: ScheduleLike, rounds: int, gamma: float | None = None
 ) -> float:
     """How far this rank is from the mean after so many rounds, of how far it was."""
-    everybodys = torch.randn(world.topology.size, 200, generator=torch.Generator().manual_seed(5))
-    mean, x, memory = everybodys.mean(dim=0), everybodys[world.topology.rank].clone(), MixResiduals()
+    of_all_ranks = torch.randn(world.topology.size, 200, generator=torch.Generator().manual_seed(5))
+    mean, x, residuals = of_all_ranks.mean(dim=0), of_all_ranks[world.topology.rank].clone(), MixResiduals()
     push_sum = None if schedule.is_doubly_stochastic else PushSum()
     for step in range(rounds):
-        options = {"gamma": gamma, "compressor": compressor, "memory": memory, "push_sum": push_sum}
+        options = {"gamma": gamma, "compressor": compressor, "residuals": residuals, "push_sum": push_sum}
         x = flexcomm.mix(x, schedule, step, world=world, **options).tensors
-    return float((x - mean).norm() / (everybodys[world.topology.rank] - mean).norm().clamp(min=1e-30))
+    return float((x - mean).norm() / (of_all_ranks[world.topology.rank] - mean).norm().clamp(min=1e-30))
 
 
 def compressed_mixing_converges(
@@ -259,26 +259,26 @@ CONVERGENCES |= {
 
 def what_diverges_is_refused(world: World) -> None:
     nodes, x = world.topology.nodes, torch.zeros(4096)
-    fixed, memory = gossip.complete(nodes), MixResiduals()
+    fixed, residuals = gossip.complete(nodes), MixResiduals()
+    sign2 = {"compressor": flexcomm.dense(values="sign2"), "residuals": residuals}
     refused = [
-        ({"compressor": flexcomm.top_k(0.1), "gamma": 1.0, "memory": memory}, fixed, "gamma=1 diverges"),
-        ({"compressor": flexcomm.random_k(0.125), "gamma": 0.2, "memory": memory}, fixed, "at most gamma=0.125"),
-        ({"compressor": flexcomm.dense(values="sign2"), "gamma": 1.0, "memory": memory}, fixed, "gamma=1 diverges"),
-        ({"memory": memory}, fixed, "pass compressor="),
-        ({"compressor": flexcomm.top_k(0.1)}, fixed, "without a memory"),
+        ({"compressor": flexcomm.top_k(0.1), "gamma": 1.0, "residuals": residuals}, fixed, "gamma=1 diverges"),
+        ({"compressor": flexcomm.random_k(0.125), "gamma": 0.2, "residuals": residuals}, fixed, "at most gamma=0.125"),
+        ({**sign2, "gamma": 1.0}, fixed, "gamma=1 diverges"),
+        ({"residuals": residuals}, fixed, "pass compressor="),
+        ({"compressor": flexcomm.top_k(0.1)}, fixed, "without residuals"),
         ({"gamma": 0.0}, fixed, "above 0"),
-        ({"colour": 1}, fixed, "got colour"),
         ({}, gossip.complete(nodes + 1), f"for {nodes + 1} nodes"),
     ]
     if nodes > 2:
-        moving = {"compressor": flexcomm.dense(values="int8"), "memory": memory}
+        moving = {"compressor": flexcomm.dense(values="int8"), "residuals": residuals}
         refused.append((moving, gossip.ring(nodes), "changes from step to step"))
     for options, schedule, words in refused:
         with pytest.raises(InvalidArgumentError, match=words):
             flexcomm.mix(x, schedule, 0, world=world, **options)
     for compressor, words in ((flexcomm.sign(), "one magnitude"), (flexcomm.threshold(0.1, None), "any length")):
         with pytest.raises(CompressorError, match=words):
-            flexcomm.mix(x, fixed, 0, world=world, compressor=compressor, memory=memory)
+            flexcomm.mix(x, fixed, 0, world=world, compressor=compressor, residuals=residuals)
     for tensors, words in (([x, x.double()], "one dtype"), ([x.int()], "torch.int32")):
         with pytest.raises(InvalidTensorError, match=words):
             flexcomm.mix(tensors, fixed, 0, world=world)
@@ -290,19 +290,20 @@ def disagreement_is_an_error_and_changes_nothing(world: World) -> None:
         return
     with pytest.raises(ConfigMismatchError, match="tensors to be mixed"):
         flexcomm.mix(torch.zeros(8 + rank), schedule, 0, world=world)
-    x, memory, push_sum = torch.ones(9) * rank, MixResiduals(), PushSum()
+    x, residuals, push_sum = torch.ones(9) * rank, MixResiduals(), PushSum()
     before = x.clone()
     if world.topology.nodes > 1:
-        for options in ({}, {"compressor": flexcomm.dense(values="int8"), "memory": memory}, {"push_sum": push_sum}):
+        int8 = {"compressor": flexcomm.dense(values="int8"), "residuals": residuals}
+        for options in ({}, int8, {"push_sum": push_sum}):
             with pytest.raises(ConfigMismatchError, match="step"):
                 flexcomm.mix(x, schedule, world.topology.node, world=world, out=x, sharded=True, **options)
     assert torch.equal(x, before)
     assert push_sum.weight == 1.0
-    assert all(not kept.any() for kept in memory.state_dict().values())
+    assert all(not kept.any() for kept in residuals.state_dict().values())
 
 
 def calls_that_ranks_make_differently_are_found(world: World) -> None:
-    """Also where both were agreed on before, and differ in length: no body is received that was not announced."""
+    """Also where both were agreed on before, and differ in length: no payload is received before its header."""
     schedule, node = gossip.complete(world.topology.nodes), world.topology.node
     lengths = (1000, 3000)
     for length in lengths:
@@ -313,51 +314,51 @@ def calls_that_ranks_make_differently_are_found(world: World) -> None:
 
 
 def empty_tensors_change_nothing_about_the_others(world: World) -> None:
-    schedule, memory = gossip.complete(world.topology.nodes), MixResiduals()
-    everybodys = inputs(world, 4, dtype=torch.float32)
-    xs = [everybodys[world.topology.rank].clone(), torch.zeros(0, 3)]
-    got = flexcomm.mix(xs, schedule, 0, world=world, compressor=flexcomm.dense(), memory=memory).tensors
-    torch.testing.assert_close(got[0], everybodys.mean(dim=0), rtol=0, atol=1e-5)
+    schedule, residuals = gossip.complete(world.topology.nodes), MixResiduals()
+    of_all_ranks = inputs(world, 4, dtype=torch.float32)
+    xs = [of_all_ranks[world.topology.rank].clone(), torch.zeros(0, 3)]
+    got = flexcomm.mix(xs, schedule, 0, world=world, compressor=flexcomm.dense(), residuals=residuals).tensors
+    torch.testing.assert_close(got[0], of_all_ranks.mean(dim=0), rtol=0, atol=1e-5)
 
 
-def a_memory_serves_one_mix_at_a_time(world: World) -> None:
-    schedule, memory = gossip.complete(world.topology.nodes), MixResiduals()
-    options = {"world": world, "compressor": flexcomm.dense(values="int8"), "memory": memory}
+def residuals_serve_one_mix_at_a_time(world: World) -> None:
+    schedule, residuals = gossip.complete(world.topology.nodes), MixResiduals()
+    options = {"world": world, "compressor": flexcomm.dense(values="int8"), "residuals": residuals}
     handle = flexcomm.start_mix(torch.ones(8), schedule, 0, **options)
     with pytest.raises(InvalidArgumentError, match="in use"):
         flexcomm.start_mix(torch.ones(8), schedule, 1, **options)
-    handle.drop()
-    assert all(not kept.any() for kept in memory.state_dict().values())
+    handle.cancel()
+    assert all(not kept.any() for kept in residuals.state_dict().values())
     flexcomm.mix(torch.ones(8), schedule, 1, **options)
 
 
-def lanes_need_no_common_order(world: World) -> None:
-    """Ranks start the mixes of two lanes in opposite orders; of one lane, that would be a deadlock or an error."""
+def communicators_need_no_common_order(world: World) -> None:
+    """Ranks start the mixes of two communicators in opposite orders; of one, that would be a deadlock or an error."""
     schedule, rank = gossip.complete(world.topology.nodes), world.topology.rank
-    xs = {lane: inputs(world, 50, seed)[rank] for seed, lane in enumerate("ab")}
-    plain = {lane: flexcomm.mix(x, schedule, 0, world=world, lane=lane).tensors for lane, x in xs.items()}
-    lanes = "ab" if rank % 2 else "ba"
-    handles = {lane: flexcomm.start_mix(xs[lane], schedule, 1, world=world, lane=lane) for lane in lanes}
-    assert all(torch.equal(handle.wait().tensors, plain[lane]) for lane, handle in handles.items())
+    xs = {name: inputs(world, 50, seed)[rank] for seed, name in enumerate("ab")}
+    plain = {name: flexcomm.mix(x, schedule, 0, world=world, communicator=name).tensors for name, x in xs.items()}
+    names = "ab" if rank % 2 else "ba"
+    handles = {name: flexcomm.start_mix(xs[name], schedule, 1, world=world, communicator=name) for name in names}
+    assert all(torch.equal(handle.wait().tensors, plain[name]) for name, handle in handles.items())
 
 
-def what_one_rank_cannot_send_all_of_its_node_hear_of(world: World) -> None:
-    schedule, memory = gossip.complete(world.topology.nodes), MixResiduals()
+def if_one_rank_cannot_send_all_ranks_of_its_node_raise(world: World) -> None:
+    schedule, residuals = gossip.complete(world.topology.nodes), MixResiduals()
     x = torch.full((64,), float("nan"))
     if world.topology.size > 1:
         with pytest.raises((NonFiniteError, SyncError)):
-            flexcomm.mix(x, schedule, 0, world=world, compressor=flexcomm.dense(values="int8"), memory=memory)
+            flexcomm.mix(x, schedule, 0, world=world, compressor=flexcomm.dense(values="int8"), residuals=residuals)
 
 
 def a_handle_can_be_waited_for_again(world: World) -> None:
     handle = flexcomm.start_mix(torch.ones(5), gossip.complete(world.topology.nodes), 0, world=world)
-    handle.arrive()
+    handle.wait_received()
     first = handle.wait()
     assert handle.wait().tensors is first.tensors
     assert first.tensors.tolist() == [1.0] * 5
 
 
-def a_mix_nobody_waits_for_harms_nobody(world: World) -> None:
+def a_mix_that_is_never_waited_for_blocks_no_other(world: World) -> None:
     """Also one that is under way when the world is closed, as this one's is last."""
     for step in range(3):
         flexcomm.start_mix(torch.ones(100_000), gossip.base(world.topology.nodes), step, world=world)
@@ -384,11 +385,11 @@ LAWS: dict[str, Callable[[World], object]] = {
         disagreement_is_an_error_and_changes_nothing,
         calls_that_ranks_make_differently_are_found,
         empty_tensors_change_nothing_about_the_others,
-        a_memory_serves_one_mix_at_a_time,
-        lanes_need_no_common_order,
-        what_one_rank_cannot_send_all_of_its_node_hear_of,
+        residuals_serve_one_mix_at_a_time,
+        communicators_need_no_common_order,
+        if_one_rank_cannot_send_all_ranks_of_its_node_raise,
         a_handle_can_be_waited_for_again,
-        a_mix_nobody_waits_for_harms_nobody,
+        a_mix_that_is_never_waited_for_blocks_no_other,
     )
 }
 LAWS |= CONVERGENCES

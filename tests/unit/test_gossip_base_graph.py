@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip.base_graph import base
+from flexcomm.gossip.graphs import base
 from flexcomm.gossip.phase import Edge, Group, Phase
 
 

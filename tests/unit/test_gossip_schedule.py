@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcomm.errors import InvalidArgumentError
+from flexcomm.gossip import Edge, Group, Phase, Schedule
 from flexcomm.gossip.averaging import MOST_NODES, product_of
-from flexcomm.gossip.schedule import Edge, Group, Phase, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ def test_a_target_adds_what_its_edges_carry_and_a_source_keeps_what_they_leave()
 def test_a_node_is_found_in_its_phase() -> None:
     phase = Phase((Group((5, 4)), Group((6,))), (Edge(2, 0, 0.125), Edge(1, 0, 0.25), Edge(1, 2, 0.25)))
     assert phase.group_of(4) == Group((4, 5))
-    assert phase.group_of(6) is None, "a group of one meets nobody"
+    assert phase.group_of(6) is None, "a group of one has no peers"
     assert phase.group_of(0) is None
     assert phase.in_edges(0) == (Edge(1, 0, 0.25), Edge(2, 0, 0.125))
     assert phase.out_edges(1) == (Edge(1, 0, 0.25), Edge(1, 2, 0.25))
@@ -81,8 +81,14 @@ def test_a_node_is_found_in_its_phase() -> None:
         (lambda: Phase((Group((0, 1)), Group((1, 2)))), ["node 1", "two groups", "two phases"]),
         (lambda: Phase((Group((0, 1)),), (Edge(1, 2, 0.5),)), ["node 1", "a group and on an edge"]),
         (lambda: Phase(edges=(Edge(0, 1, 0.5), Edge(0, 1, 0.25))), ["from node 0 to node 1", "0.5 and 0.25"]),
-        (lambda: Phase(edges=(Edge(0, 1, 0.5), Edge(0, 2, 0.5))), ["node 0 sends 1", "keeps 0", "less than 1"]),
-        (lambda: Phase(edges=tuple(Edge(0, n, 0.1) for n in range(1, 11))), ["node 0 sends 1"]),
+        (
+            lambda: Phase(edges=(Edge(0, 1, 0.5), Edge(0, 2, 0.5))),
+            ["edges of node 0", "sum to 1", "leaves 0", "less than 1"],
+        ),
+        (
+            lambda: Phase(edges=tuple(Edge(0, n, 0.1) for n in range(1, 11))),
+            ["edges of node 0 have weights that sum to 1"],
+        ),
         (lambda: Schedule("none", 0, (Phase(),)), ["none", "0 nodes", "at least one"]),
         (lambda: Schedule("half", 2.5, (Phase(),)), ["half", "2.5", "whole number"]),
         (lambda: Schedule("empty", 1, ()), ["empty", "no phases", "Phase()"]),
@@ -90,11 +96,14 @@ def test_a_node_is_found_in_its_phase() -> None:
             lambda: Schedule("far", 2, (Phase((Group((0, 1)),)), Phase((Group((0, 2)),)))),
             ["phase 1", "node 2", "0 to 1"],
         ),
-        (lambda: Schedule("idle", 3, (Phase(),)), ["node 0, 1, 2 meets nobody"]),
-        (lambda: Schedule("alone", 3, (Phase((Group((0, 1)), Group((2,)))),)), ["node 2 meets nobody"]),
-        (lambda: Schedule("two", 4, PAIRS_OF_FOUR[:1]), ["node 2, 3 never hears of node 0"]),
-        (lambda: Schedule("away", 2, (Phase(edges=(Edge(0, 1, 0.5),)),)), ["node 0 never hears of node 1"]),
-        (lambda: Schedule("to", 2, (Phase(edges=(Edge(1, 0, 0.5),)),)), ["node 1 never hears of node 0"]),
+        (lambda: Schedule("idle", 3, (Phase(),)), ["node 0, 1, 2 has no peer"]),
+        (lambda: Schedule("alone", 3, (Phase((Group((0, 1)), Group((2,)))),)), ["node 2 has no peer"]),
+        (lambda: Schedule("two", 4, PAIRS_OF_FOUR[:1]), ["the value of node 0 never reaches node 2, 3"]),
+        (
+            lambda: Schedule("away", 2, (Phase(edges=(Edge(0, 1, 0.5),)),)),
+            ["node 0 never receives the value of node 1"],
+        ),
+        (lambda: Schedule("to", 2, (Phase(edges=(Edge(1, 0, 0.5),)),)), ["the value of node 0 never reaches node 1"]),
         (lambda: Schedule("many", 30, (Phase((Group((0, 1)), Group(tuple(range(2, 30))))),)), ["9 and 20 more"]),
         (lambda: Phase((Group((0, 5)),)).matrix(4), ["4 nodes", "node 5", "at least 6"]),
     ],
@@ -105,7 +114,7 @@ def test_what_cannot_mix_is_refused_by_name(make: Callable[[], object], words: l
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_steps_walk_through_the_phases_again_and_again() -> None:
+def test_steps_repeat_the_phases() -> None:
     schedule = Schedule("pairs", 4, PAIRS_OF_FOUR)
     assert [schedule.phase(step) for step in range(4)] == [*PAIRS_OF_FOUR, *PAIRS_OF_FOUR]
     assert (schedule.period, schedule.is_fixed) == (2, False)
@@ -175,7 +184,7 @@ def test_a_matrix_of_too_many_nodes_is_refused_but_reported() -> None:
     with pytest.raises(InvalidArgumentError, match=r"4097 nodes .* 4096 nodes at most"):
         _ = large.contraction
     assert str(large.report()) == (
-        "large: 4097 nodes, 1 phase, at most 4096 peers at a time, too many nodes to tell how well they average"
+        "large: 4097 nodes, 1 phase, at most 4096 peers at a time, too many nodes to compute the contraction"
     )
 
 
@@ -229,7 +238,7 @@ def test_looking_at_a_schedule_leaves_it_equal() -> None:
 def test_the_digest_is_the_same_in_every_process(capsys: pytest.CaptureFixture[str]) -> None:
     program = (
         "from flexcomm.gossip.graphs import alternating_exponential_ring, fixed_ring; "
-        "from flexcomm.gossip.random_schedule import random_matching; "
+        "from flexcomm.gossip.graphs import random_matching; "
         "print(repr(alternating_exponential_ring(6)), repr(fixed_ring(5)), "
         "random_matching(9, 4).digest, random_matching(9, 4).phase(7))"
     )

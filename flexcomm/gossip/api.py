@@ -1,0 +1,234 @@
+"""The verbs: nodes mix their tensors with those of a few others, instead of averaging over all.
+
+``x`` becomes ``W x``, where ``W`` holds the weights of one phase of a schedule: over nodes, and in equal parts over the
+ranks of a node.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from flexcomm.codec import check_numbers
+from flexcomm.errors import InvalidTensorError
+from flexcomm.gossip.mix import MixCall
+from flexcomm.gossip.plan import plan_for
+from flexcomm.world import default_world
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flexcomm.compress import Compressor
+    from flexcomm.gossip.compressed import MixResiduals
+    from flexcomm.gossip.push_sum import PushSum
+    from flexcomm.gossip.schedule import ScheduleLike
+    from flexcomm.stats import SyncRecord
+    from flexcomm.world import World
+
+__all__ = ["MixHandle", "MixResult", "mix", "plan_mix", "start_mix"]
+
+T = TypeVar("T", Tensor, list[Tensor])
+
+
+class MixResult(NamedTuple, Generic[T]):
+    """The mixed tensors, and their squared distance ``|W x - x|^2`` from this rank's input, a float64 scalar."""
+
+    tensors: T
+    squared_distance: Tensor
+
+
+def mix(
+    tensors: T,
+    schedule: ScheduleLike,
+    step: int,
+    *,
+    world: World | None = None,
+    sharded: bool = False,
+    gamma: float | None = None,
+    push_sum: PushSum | None = None,
+    compressor: Compressor | None = None,
+    residuals: MixResiduals | None = None,
+    communicator: str = "",
+    out: Tensor | Sequence[Tensor] | None = None,
+) -> MixResult[T]:
+    """Return ``W x`` for every tensor, where ``W`` holds the weights of the schedule's phase at ``step``.
+
+    All ranks call it with equal shapes and arguments. A call that raises changes nothing.
+
+    Args:
+        tensors: a tensor, or a list of them of one dtype and device.
+        schedule: the phase of every step, such as ``flexcomm.gossip.base(world.topology.nodes)``.
+        step: selects the phase of the schedule.
+        world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
+        sharded: True if the tensors are shards, as FSDP's are: the ranks of a node do not average them.
+        gamma: the share of the way from ``x`` to ``W x``, above 0 and at most 1. Default: 1 or, with a compressor, a
+            share that converges.
+        push_sum: this node's push-sum weight, needed if the schedule is not doubly stochastic; one object for each set
+            of tensors, kept from step to step.
+        compressor: sends compressed changes of the tensors instead of the tensors; needs a fixed schedule, and
+            ``residuals``.
+        residuals: the state of compressed mixing; one object for each set of tensors, kept from step to step.
+        communicator: names the process groups and the thread that run the mix. Ranks start the mixes of one
+            communicator in the same order; those of different ones need no common order.
+        out: where the mixed tensors are written, instead of new tensors; may be ``tensors``.
+
+    Raises:
+        ConfigMismatchError: ranks passed different tensors or arguments; it names them.
+        InvalidArgumentError: the arguments do not go together, or would diverge.
+        NonFiniteError: a node had NaN, infinity or a magnitude of 2**100 or more to compress.
+        TransportError: a rank is gone or did not answer within the world's ``timeout_s``.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> with flexcomm.connect() as world:
+        ...     schedule = flexcomm.gossip.base(world.topology.nodes)
+        ...     flexcomm.mix(torch.ones(3), schedule, 0, world=world).tensors
+        tensor([1., 1., 1.])
+
+    """
+    return start_mix(
+        tensors,
+        schedule,
+        step,
+        world=world,
+        sharded=sharded,
+        gamma=gamma,
+        push_sum=push_sum,
+        compressor=compressor,
+        residuals=residuals,
+        communicator=communicator,
+        out=out,
+    ).wait()
+
+
+def start_mix(
+    tensors: T,
+    schedule: ScheduleLike,
+    step: int,
+    *,
+    world: World | None = None,
+    sharded: bool = False,
+    gamma: float | None = None,
+    push_sum: PushSum | None = None,
+    compressor: Compressor | None = None,
+    residuals: MixResiduals | None = None,
+    communicator: str = "",
+    out: Tensor | Sequence[Tensor] | None = None,
+) -> MixHandle[T]:
+    """Start :func:`mix`, which explains the arguments, and return a handle at once.
+
+    Until the handle is waited for, the tensors may be read, but not changed.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> with flexcomm.connect() as world:
+        ...     schedule = flexcomm.gossip.base(world.topology.nodes)
+        ...     handle = flexcomm.start_mix(torch.ones(3), schedule, 0, world=world)
+        ...     handle.wait().tensors
+        tensor([1., 1., 1.])
+
+    """
+    world = world or default_world()
+    single = isinstance(tensors, Tensor)
+    xs = cast("list[Tensor]", [tensors] if single else list(tensors))
+    plan = plan_for(
+        world,
+        xs,
+        schedule,
+        sharded=sharded,
+        gamma=gamma,
+        compressor=compressor,
+        communicator=communicator,
+        has_push_sum=push_sum is not None,
+        has_residuals=residuals is not None,
+    )
+    check_numbers(step, 0)
+    outputs = _outputs_for(xs, out)
+    call = MixCall(world, plan, [x.detach() for x in xs], outputs, step, push_sum, residuals)
+    call.start(schedule.phase(step))
+    return MixHandle(call, cast("T", outputs[0] if single else outputs))
+
+
+def plan_mix(
+    tensors: list[Tensor],
+    schedule: ScheduleLike,
+    *,
+    world: World | None = None,
+    sharded: bool = False,
+    gamma: float | None = None,
+    has_push_sum: bool = False,
+    compressor: Compressor | None = None,
+    has_residuals: bool = False,
+    communicator: str = "",
+) -> None:
+    """Agree on a mix and make its process groups, without sending any tensor. All ranks call it together.
+
+    Later calls of :func:`start_mix` with the same arguments need no agreement, so they can be made where ranks may
+    come in different orders, such as in the hooks of a backward pass.
+
+    Args:
+        tensors: only shapes, dtypes and the device matter.
+        schedule: as for :func:`mix`, like the arguments below.
+        world: the ranks.
+        sharded: whether the tensors are shards.
+        gamma: the share of the way to ``W x``.
+        has_push_sum: whether the calls will pass ``push_sum``.
+        compressor: compresses changes.
+        has_residuals: whether the calls will pass ``residuals``.
+        communicator: names the process groups.
+
+    """
+    plan_for(
+        world or default_world(),
+        tensors,
+        schedule,
+        sharded=sharded,
+        gamma=gamma,
+        compressor=compressor,
+        communicator=communicator,
+        has_push_sum=has_push_sum,
+        has_residuals=has_residuals,
+    )
+
+
+class MixHandle(Generic[T]):
+    """A mix under way. Handles may be waited for in any order."""
+
+    def __init__(self, call: MixCall, result: T) -> None:
+        self._call = call
+        self._result: T = result
+
+    def wait(self) -> MixResult[T]:
+        """Return the mixed tensors. Further calls return them again, or raise the same error again."""
+        return MixResult(self._result, self._call.finish())
+
+    def wait_received(self) -> None:
+        """Return when all messages were received and the inputs are no longer read. Outputs are written by `wait`."""
+        self._call.wait_received()
+
+    def cancel(self) -> None:
+        """Wait for the messages and ignore them: tensors, residuals and push-sum weight do not change."""
+        self._call.cancel()
+
+    def done(self) -> bool:
+        """Return whether all messages were received, so that ``wait`` does not block."""
+        return self._call.has_received()
+
+    @property
+    def record(self) -> SyncRecord:
+        """The bytes and seconds of this mix so far."""
+        return self._call.record
+
+
+def _outputs_for(tensors: list[Tensor], out: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+    if out is None:
+        return [torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False) for x in tensors]
+    outputs = [out] if isinstance(out, Tensor) else list(out)
+    if [(x.shape, x.dtype, x.device) for x in outputs] != [(x.shape, x.dtype, x.device) for x in tensors]:
+        raise InvalidTensorError(
+            f"out has {[list(x.shape) for x in outputs]} for tensors of {[list(x.shape) for x in tensors]}: pass one "
+            f"for each, of the same shape, dtype and device; the tensors themselves will do."
+        )
+    return outputs

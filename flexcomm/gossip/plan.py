@@ -1,0 +1,238 @@
+"""Plans: everything about a mix that follows from shapes, schedule and settings, agreed by all ranks once."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from flexcomm.codec import plan_buffer
+from flexcomm.compress import TensorSpec
+from flexcomm.device import is_supported, supported_names
+from flexcomm.errors import InvalidArgumentError, InvalidTensorError
+from flexcomm.gossip.compressed import choose_gamma
+from flexcomm.gossip.worker import comm_thread_of
+from flexcomm.kernels import Kernels, choose_kernels
+from flexcomm.sync.buffers import BufferPool
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from flexcomm.codec import BufferPlan
+    from flexcomm.compress import Compressor
+    from flexcomm.gossip.phase import Phase
+    from flexcomm.gossip.schedule import ScheduleLike
+    from flexcomm.world import World
+
+__all__ = ["MixPlan", "Round", "plan_for", "round_of"]
+
+_MOST_PLANS = 256
+_PAIR = 2
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Round:
+    """The sends and receives of one node in a phase, and its weights.
+
+    Afterwards the node holds ``self_weight * x + sum of weights[j] * (x of receives_from[j])``. If ``group`` is not
+    empty, it holds more than two nodes, this one included, that all-reduce instead: then the node holds
+    ``self_weight * x + weights[0] * (sum over the group)``.
+    """
+
+    sends_to: tuple[int, ...] = ()
+    receives_from: tuple[int, ...] = ()
+    self_weight: float = 1.0
+    weights: tuple[float, ...] = ()
+    group: tuple[int, ...] = ()
+
+    @property
+    def weight_sum(self) -> float:
+        """The sum of all weights: 1, unless a directed graph gives the node more or less than it sends."""
+        return self.self_weight + (len(self.group) or 1) * sum(self.weights)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the node has no peer."""
+        return not (self.sends_to or self.receives_from or self.group)
+
+    def without_group(self, node: int) -> Round:
+        """Return the same round with a message to each other node of the group, instead of an all-reduce."""
+        if not self.group:
+            return self
+        others = tuple(member for member in self.group if member != node)
+        (weight,) = self.weights
+        return Round(others, others, self.self_weight + weight, (weight,) * len(others))
+
+
+@lru_cache(maxsize=4096)
+def round_of(phase: Phase, node: int) -> Round:
+    """Return the round of ``node`` in ``phase``."""
+    group = phase.group_of(node)
+    if group is not None and len(group.members) > 1:
+        if len(group.members) == _PAIR:
+            other = tuple(member for member in group.members if member != node)
+            return Round(other, other, group.own_weight, (group.peer_weight,))
+        self_weight = group.own_weight - group.peer_weight
+        return Round(self_weight=self_weight, weights=(group.peer_weight,), group=group.members)
+    incoming = phase.in_edges(node)
+    return Round(
+        tuple(edge.target for edge in phase.out_edges(node)),
+        tuple(edge.source for edge in incoming),
+        phase.self_weight(node),
+        tuple(edge.weight for edge in incoming),
+    )
+
+
+@dataclass(eq=False)
+class MixPlan:
+    """The common part of all calls with equal shapes, schedule and settings, with the buffers they use again.
+
+    ``averages_inside`` says whether the ranks of a node average their tensors and share the work between nodes;
+    ``buffer_plan`` is the layout of a compressed payload, if payloads are compressed.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    averages_inside: bool
+    communicator: str
+    gamma: float
+    digest: int
+    kernels: Kernels
+    buffer_plan: BufferPlan | None
+    pool: BufferPool
+
+
+class _Settings(NamedTuple):
+    sharded: bool
+    gamma: float | None
+    compressor: Compressor | None
+    communicator: str
+    has_push_sum: bool
+    has_residuals: bool
+
+
+_plans: WeakKeyDictionary[World, dict[Hashable, MixPlan]] = WeakKeyDictionary()
+
+
+def plan_for(
+    world: World,
+    tensors: list[Tensor],
+    schedule: ScheduleLike,
+    *,
+    sharded: bool,
+    gamma: float | None,
+    compressor: Compressor | None,
+    communicator: str,
+    has_push_sum: bool,
+    has_residuals: bool,
+) -> MixPlan:
+    """Return the plan of a call. The first call that needs it makes it, once all ranks agree on it."""
+    settings = _Settings(sharded, gamma, compressor, communicator, has_push_sum, has_residuals)
+    key = (tuple([(x.shape, x.dtype, x.device) for x in tensors]), schedule.digest, settings)
+    plans = _plans.setdefault(world, {})
+    if key not in plans:
+        if len(plans) >= _MOST_PLANS:
+            del plans[next(iter(plans))]
+        plans[key] = _make_plan(world, tensors, schedule, settings)
+    return plans[key]
+
+
+def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, settings: _Settings) -> MixPlan:
+    _check_tensors(tensors)
+    _check_schedule(schedule, world, settings)
+    _check_compression(schedule, settings)
+    gamma, compressor = settings.gamma, settings.compressor
+    averages_inside = world.intra.size > 1 and not settings.sharded
+    numel = sum(x.numel() for x in tensors)
+    shard_numel = -(-numel // world.intra.size) if averages_inside else None
+    buffer_plan = None if compressor is None else _plan_payload(tensors, shard_numel, compressor)
+    if compressor is not None:
+        gamma = choose_gamma(compressor, {1} if averages_inside else {x.dim() for x in tensors}, gamma)
+    gamma = 1.0 if gamma is None else gamma
+    fields = {
+        "tensors to be mixed": [(list(x.shape), str(x.dtype)) for x in tensors],
+        "schedule": schedule.digest,
+        "gamma": gamma,
+        "compressor": compressor,
+        "push-sum": settings.has_push_sum,
+        "sharded": settings.sharded,
+        "communicator": settings.communicator,
+    }
+    # Ranks of a node may hold shards of unequal lengths.
+    (world.agree_inter if settings.sharded else world.agree)(fields)
+    if world.topology.size > 1:
+        comm_thread_of(world, settings.communicator)
+    digest = int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little", signed=True)
+    device = tensors[0].device if tensors else world.device
+    dtype = tensors[0].dtype if tensors else torch.float32
+    return MixPlan(
+        numel,
+        dtype,
+        averages_inside,
+        settings.communicator,
+        gamma,
+        digest,
+        choose_kernels(device),
+        buffer_plan,
+        BufferPool(device),
+    )
+
+
+def _check_tensors(tensors: list[Tensor]) -> None:
+    found = {(x.dtype, x.device) for x in tensors}
+    if len(found) > 1:
+        listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in found))
+        raise InvalidTensorError(f"the tensors of one mix are {listed}: mix those of one dtype and device at a time.")
+    for x in tensors:
+        if x.dtype not in _DTYPES or x.layout is not torch.strided or not is_supported(x.device):
+            raise InvalidTensorError(
+                f"a tensor to be mixed is {x.dtype}, {x.layout}, on {x.device}: needed are dense tensors of "
+                f"{', '.join(map(str, _DTYPES))} on {supported_names()}."
+            )
+
+
+def _check_schedule(schedule: ScheduleLike, world: World, settings: _Settings) -> None:
+    if schedule.nodes != world.topology.nodes:
+        raise InvalidArgumentError(
+            f"the schedule is for {schedule.nodes} nodes, but this world has {world.topology.nodes}: make it by "
+            f"world.topology.nodes. To mix ranks instead of nodes, connect with ranks_per_node=1."
+        )
+    if not schedule.is_doubly_stochastic and not settings.has_push_sum:
+        raise InvalidArgumentError(
+            f"{schedule} is not doubly stochastic: nodes receive more or less weight than they send, and plain mixing "
+            f"would converge to another mean. Pass push_sum=flexcomm.PushSum(), kept from step to step."
+        )
+    if settings.gamma is not None and not 0.0 < settings.gamma <= 1.0:
+        raise InvalidArgumentError(f"gamma is {settings.gamma!r}, but must be above 0 and at most 1.")
+
+
+def _check_compression(schedule: ScheduleLike, settings: _Settings) -> None:
+    if settings.compressor is None and not settings.has_residuals:
+        return
+    if settings.compressor is None:
+        raise InvalidArgumentError("residuals= is for compressed mixing: pass compressor=, too, or leave it out.")
+    if not settings.has_residuals:
+        raise InvalidArgumentError(
+            "compressed mixing without residuals diverges: pass residuals=flexcomm.MixResiduals(), one for each set of "
+            "tensors, and keep it from step to step."
+        )
+    if not schedule.is_fixed:
+        raise InvalidArgumentError(
+            f"{schedule} changes from step to step, but residuals of compressed mixing are sums by its weights: use a "
+            f"fixed graph, such as gossip.fixed_ring(n), gossip.static_exponential(n) or gossip.complete(n)."
+        )
+
+
+def _plan_payload(tensors: list[Tensor], shard_numel: int | None, compressor: Compressor) -> BufferPlan:
+    """Return the layout of a payload: tensor by tensor or, if the ranks of a node share the work, one flat shard."""
+    if shard_numel is not None:
+        return plan_buffer([TensorSpec("shard", (shard_numel,), torch.float32)], compressor)
+    specs = [TensorSpec(str(number), tuple(x.shape), torch.float32) for number, x in enumerate(tensors)]
+    return plan_buffer(specs, compressor)
