@@ -1,4 +1,4 @@
-"""Decentralized training: replicas that mix their parameters with few others, behind a whole iteration."""
+"""Decentralized training: replicas mix their parameters with those of few nodes, behind a whole iteration."""
 
 from flexdemo.decentralized.adam import DecentralizedAdam
 from flexdemo.decentralized.consensus import ConsensusControl

@@ -1,4 +1,4 @@
-"""Clipping by the norm of a whole gradient, wherever its parts are."""
+"""Clipping by the norm of a replica's whole gradient, sharded or not."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _TINY = 1e-6
 
 
 def squared_norm(buckets: Iterable[Bucket], world: World) -> Tensor:
-    """Return that of this rank's gradient, or of its node's as far as the ranks of the node share it.
+    """Return the squared norm of the replica's gradient: this rank's, plus the shards of all ranks of its node.
 
-    If anything is sharded, the ranks of a node call it together.
+    If a bucket is sharded, the ranks of a node call it together.
     """
     whole, shards = torch.zeros(2, dtype=torch.float64, device=world.device)
     has_shards = False
@@ -41,10 +41,10 @@ def squared_norm(buckets: Iterable[Bucket], world: World) -> Tensor:
     return total
 
 
-def clip_(buckets: Iterable[Bucket], world: World, most: float) -> None:
-    """Scale all gradients alike, so that the norm of all together is at most ``most``."""
+def clip_(buckets: Iterable[Bucket], world: World, max_norm: float) -> None:
+    """Scale all gradients by one factor, so that the norm of all together is at most ``max_norm``."""
     buckets = list(buckets)
-    scale = (most / (squared_norm(buckets, world).sqrt() + _TINY)).clamp(max=1.0)
+    scale = (max_norm / (squared_norm(buckets, world).sqrt() + _TINY)).clamp(max=1.0)
     for bucket in buckets:
         gradients = _gradients_of(bucket)
         if gradients:

@@ -1,7 +1,8 @@
-"""Consensus control: nodes that drift too far apart for the size of their steps mix more, until they do not.
+"""Consensus control: replicas that are too far apart, relative to the size of their steps, mix more.
 
 Kong et al. 2021 (arXiv 2102.04828): while the distance between replicas stays below a critical value, decentralized
-training is as fast as centralized. It follows the size of a step, so that is what the distance is held against.
+training converges as fast as centralized. That value is proportional to the size of a step, so the distance is compared
+with it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,31 @@ if TYPE_CHECKING:
     from flexcomm import World
     from flexdemo.parameters import Group
 
-__all__ = ["BEGINNING", "ConsensusControl", "Judge"]
+__all__ = ["INITIAL_STATE", "ConsensusControl", "ConsensusMonitor"]
 
 Action = Literal["rounds", "complete"]
 
 
 @dataclass(frozen=True)
 class ConsensusControl:
-    """Every ``every`` steps all ranks compare how far the last mix moved them with ``bound * lr * gradient norm``.
+    """Settings of consensus control: when replicas are too far apart, and what is done about it.
 
-    Both are root mean squares over all ranks, the norm with memory ``decay``. While the bound is exceeded, every step
-    mixes one round more, up to ``most_rounds``, or, with ``action="complete"``, with all nodes at once.
+    Every ``every`` steps all ranks compare the distance by which the last mix moved them with
+    ``bound * lr * gradient norm``. Both are root mean squares over all ranks.
+
+    Args:
+        bound: the largest distance, as a multiple of ``lr * gradient norm``.
+        action: while the bound is exceeded, ``"rounds"`` adds a mixing round to every step with each comparison;
+            ``"complete"`` mixes over the complete graph, with all nodes at once.
+        most_rounds: the largest number of rounds in a step.
+        every: the number of steps between comparisons.
+        decay: of the moving average of the gradient norm; 0 takes the last norm alone.
+
+    Example:
+        >>> from flexdemo import ConsensusControl
+        >>> ConsensusControl(bound=2.0, action="complete", every=20).every
+        20
+
     """
 
     bound: float = 1.0
@@ -55,58 +70,58 @@ class ConsensusControl:
             raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 
 
-BEGINNING: dict[str, float | int | bool] = {
+INITIAL_STATE: dict[str, float | int | bool] = {
     "consensus_norm": 0.0,
     "consensus_rounds": 1,
     "consensus_complete": False,
     "consensus_launched": False,
 }
-"""What a judge remembers, as settings of a parameter group: torch saves those."""
+"""The state of a monitor, in settings of a parameter group, because torch saves those."""
 
 
-class Judge:
-    """Decides, alike on all ranks, how much is mixed. What it remembers lies in the first parameter group."""
+class ConsensusMonitor:
+    """Decides, equally on all ranks, how much is mixed. Its state is stored in the first parameter group."""
 
     def __init__(self, control: ConsensusControl, world: World, groups: list[Group]) -> None:
         self.control, self._world, self._groups = control, world, groups
 
     @property
     def rounds(self) -> int:
-        """How many rounds a step mixes."""
+        """The number of mixing rounds in a step."""
         rounds: int = self._groups[0]["consensus_rounds"]
         return rounds
 
     @property
-    def mixes_all(self) -> bool:
-        """Whether what leaves now is mixed by all nodes at once."""
+    def uses_complete_graph(self) -> bool:
+        """Whether the next mix is over the complete graph."""
         complete: bool = self._groups[0]["consensus_complete"]
         return complete
 
     @property
-    def launched_all(self) -> bool:
-        """Whether that was so for what left last: it may have to leave again, when a state is loaded."""
+    def launched_complete_graph(self) -> bool:
+        """Whether the last mix that was started is: it is started again after a state was loaded."""
         launched: bool = self._groups[0]["consensus_launched"]
         return launched
 
-    def note_launch(self) -> None:
-        self._groups[0]["consensus_launched"] = self.mixes_all
+    def record_launch(self) -> None:
+        self._groups[0]["consensus_launched"] = self.uses_complete_graph
 
     def is_due(self, step: int) -> bool:
         return step % self.control.every == 0
 
-    def hear(self, squared_distance: float, squared_norm: float, lr: float) -> None:
-        """Compare what all ranks saw, on all of them together, and decide for the steps to come."""
-        mine = torch.tensor([squared_distance, squared_norm], dtype=torch.float64)
-        distance, norm = self._world.control.all_gather(mine).wait().mean(dim=0).sqrt().tolist()
-        said, control = self._groups[0], self.control
+    def update(self, squared_distance: float, squared_norm: float, lr: float) -> None:
+        """Compare the distance with the bound, over all ranks, and decide for the next steps. All ranks call it."""
+        own = torch.tensor([squared_distance, squared_norm], dtype=torch.float64)
+        distance, norm = self._world.control.all_gather(own).wait().mean(dim=0).sqrt().tolist()
+        state, control = self._groups[0], self.control
         if not math.isfinite(norm) or not math.isfinite(distance):
-            # Of a step that was left out, say: nothing to learn from. All ranks see the same numbers.
+            # Such as those of a step that was skipped. All ranks see the same numbers, so all return.
             return
-        decay = control.decay if said["consensus_norm"] else 0.0
-        said["consensus_norm"] = decay * said["consensus_norm"] + (1.0 - decay) * norm
-        is_apart = distance > control.bound * lr * said["consensus_norm"]
+        decay = control.decay if state["consensus_norm"] else 0.0
+        state["consensus_norm"] = decay * state["consensus_norm"] + (1.0 - decay) * norm
+        exceeded = distance > control.bound * lr * state["consensus_norm"]
         if control.action == "complete":
-            said["consensus_complete"] = is_apart
+            state["consensus_complete"] = exceeded
         else:
-            wanted = self.rounds + (1 if is_apart else -1)
-            said["consensus_rounds"] = min(max(wanted, 1), control.most_rounds)
+            wanted = self.rounds + (1 if exceeded else -1)
+            state["consensus_rounds"] = min(max(wanted, 1), control.most_rounds)

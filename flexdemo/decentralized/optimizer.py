@@ -1,13 +1,14 @@
-"""Any of torch's optimizers on nodes that mix their parameters with few others, behind a whole iteration."""
+"""DecentralizedOptimizer: any of torch's optimizers, on replicas that mix their parameters with those of few nodes."""
 
 from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FlatParameter
 from torch.optim import Optimizer
 
 from flexcomm import InvalidArgumentError, mix
@@ -15,12 +16,10 @@ from flexcomm.gossip import base, complete
 from flexcomm.sync import BUCKET_BYTES
 from flexcomm.world import default_world
 from flexdemo.checkpoint.node_axis import FromOtherNodes
-from flexdemo.decentralized.choices import check_choices, check_not_flat
+from flexdemo.decentralized.buckets import MixBucket, MixSettings, take_communicator
 from flexdemo.decentralized.clipping import clip_, squared_norm
-from flexdemo.decentralized.consensus import BEGINNING, ConsensusControl, Judge
-from flexdemo.decentralized.lanes import take_lane
-from flexdemo.decentralized.parts import MixTerms, Part, cut_into_parts
-from flexdemo.decentralized.saving import ReplicaMemory
+from flexdemo.decentralized.consensus import INITIAL_STATE, ConsensusControl, ConsensusMonitor
+from flexdemo.decentralized.replica_state import ReplicaState
 from flexdemo.gradients import ReadyBuckets, check_same_buckets, plan_buckets
 from flexdemo.inner import Inner
 from flexdemo.parameters import broadcast_parameters_, check_parameter, local, names_of
@@ -34,25 +33,57 @@ if TYPE_CHECKING:
     from flexcomm import Compressor, World
     from flexcomm.gossip import ScheduleLike
     from flexdemo.checkpoint.node_axis import OtherNodes
-    from flexdemo.decentralized.choices import Order, Overlap
     from flexdemo.gradients import Bucket
     from flexdemo.parameters import Group
 
-__all__ = ["DecentralizedOptimizer"]
+__all__ = ["DecentralizedOptimizer", "Order", "Overlap"]
+
+Order = Literal["mix-then-step", "step-then-mix"]
+Overlap = Literal["step", "backward", "none"]
 
 
 class DecentralizedOptimizer(FromOtherNodes, Optimizer):
-    """Torch's ``optimizer`` on every replica, whose parameters are mixed with those of a few other nodes at a time.
+    """Steps torch's ``optimizer`` on every replica, and mixes parameters with those of a few other nodes at a time.
 
-    ``x <- W x - lr * d(x)`` (D-PSGD and decentralized Adam, arXiv 2410.11998): ``d`` is the optimizer's own step, on
-    the gradient at the unmixed ``x``, with moments that stay local; ``W`` are the weights of ``schedule``'s phase. Each
-    bucket of parameters leaves after its step, and is waited for one iteration later. Replicas begin with the bits of
-    node 0, and stay close, not equal: evaluate inside ``with optimizer.average():``. Groups and learning rates are
-    those of ``optimizer``; schedulers want this one. docs/decentralized.md says which schedule fits which cluster.
+    ``x <- W x - lr * d(x)`` (D-PSGD and decentralized Adam, arXiv 2410.11998). ``d`` is the step of ``optimizer`` on
+    the gradient at the unmixed ``x``, with moments that stay on the replica; ``W`` holds the weights of the schedule's
+    phase. The mix of a bucket starts after its step and is waited for one iteration later.
 
-    A replica is a rank, whose parameters are averaged with those of its node in every mix, or a node whose ranks share
-    one by FSDP2. ``compressor``, on graphs that do not change, sends changes only, ``gamma`` is the share of the way to
-    ``W x`` to go. ``max_norm`` clips the whole gradient. ``control`` mixes more while replicas are too far apart.
+    A replica is a rank, whose parameters are averaged over its node in every mix; or a node, if its ranks share a model
+    by FSDP2. Replicas start with the parameters of node 0, and stay close, not equal: evaluate in
+    ``with optimizer.average():``. All ranks make the optimizer together.
+
+    Args:
+        optimizer: any optimizer of torch whose state is per parameter. Its parameter groups and learning rates are
+            used; pass this optimizer, not that one, to learning-rate schedulers.
+        schedule: the nodes that mix at each step; ``flexcomm.gossip.base(nodes)`` if not given. docs/decentralized.md
+            says which schedule suits which cluster.
+        world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
+        order: ``"mix-then-step"``, as above, which overlaps a mix with a whole iteration; or ``"step-then-mix"``,
+            ``W (x - lr * d(x))``, which waits for it.
+        overlap: when a bucket steps and its mix starts: in ``"step"``, or in ``"backward"`` as soon as its gradients
+            are ready; ``"none"`` overlaps nothing. All give the same bits.
+        gamma: the share of the way from ``x`` to ``W x``; see :func:`flexcomm.mix`.
+        compressor: sends compressed changes of the parameters; needs a fixed schedule, such as
+            ``flexcomm.gossip.fixed_ring(nodes)``.
+        max_norm: clips the norm of a replica's whole gradient; not with ``overlap="backward"``.
+        control: mixes more while replicas are too far apart.
+        bucket_bytes: bytes of the parameters that are mixed together.
+
+    Raises:
+        InvalidArgumentError: arguments do not go together, or a parameter cannot be mixed.
+        ConfigMismatchError: ranks passed different parameters or arguments.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> from flexdemo import DecentralizedOptimizer
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with flexcomm.connect() as world:
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ...     optimizer = DecentralizedOptimizer(sgd, flexcomm.gossip.ring(world.topology.nodes), world=world)
+        ...     model(torch.ones(4, 2)).sum().backward()
+        ...     optimizer.step()
+
     """
 
     # torch's GradScaler leaves inf and scale to optimizers that say so. Were it to leave a step out, peers would wait.
@@ -72,41 +103,41 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         control: ConsensusControl | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        check_choices(order, overlap, max_norm)
+        _check_arguments(order, overlap, max_norm)
         self._world = default_world() if world is None else world
-        self._lane, nodes = take_lane(self, self._world), self._world.topology.nodes
-        self._terms = MixTerms(schedule or base(nodes), gamma, compressor)
-        self._everybody = MixTerms(complete(nodes))
+        self._communicator, nodes = take_communicator(self, self._world), self._world.topology.nodes
+        self._settings = MixSettings(schedule or base(nodes), gamma, compressor)
+        self._complete_graph = MixSettings(complete(nodes))
         self._order, self._overlap, self._max_norm, self._bucket_bytes = order, overlap, max_norm, bucket_bytes
-        self._inner = optimizer
-        self._sharer = Inner([optimizer], [len(optimizer.param_groups)])
+        self._optimizer = optimizer
+        self._inner = Inner([optimizer], [len(optimizer.param_groups)])
         self._trained: set[Parameter] = set()
         self._buckets: list[Bucket] = []
-        self._parts: dict[Bucket, list[Part]] = {}
+        self._mix_buckets: dict[Bucket, MixBucket] = {}
         self._ready = ReadyBuckets(self._advance)
         self._skips = False
         self._is_ready = False
-        super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **BEGINNING})
-        self._sharer.adopt(self)
+        super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **INITIAL_STATE})
+        self._inner.adopt(self)
         self.defaults |= optimizer.defaults
-        self._judge = None if control is None else Judge(control, self._world, self.param_groups)
-        self._memory = ReplicaMemory(self._world)
+        self._monitor = None if control is None else ConsensusMonitor(control, self._world, self.param_groups)
+        self._replica_state = ReplicaState(self._world)
         self._is_ready = True
         self._refresh()
 
     @property
     def schedule(self) -> ScheduleLike:
-        """Who mixes with whom."""
-        return self._terms.schedule
+        """The nodes that mix at each step."""
+        return self._settings.schedule
 
     @property
     def rounds(self) -> int:
-        """How many rounds a step mixes: more than one only if ``control`` asks for it."""
-        return 1 if self._judge is None else self._judge.rounds
+        """The number of mixing rounds in a step; more than one only with ``control``."""
+        return 1 if self._monitor is None else self._monitor.rounds
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Mix what is under way in, take the optimizer's step, and let the parameters leave again."""
+        """Finish the mixes under way, take the optimizer's step, and start the next mixes."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -123,111 +154,122 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         return loss
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context for backward passes that only accumulate: with ``overlap="backward"``, nothing moves."""
+        """Return a context for backward passes that only accumulate gradients, and step no bucket."""
         return self._ready.paused()
 
     @contextmanager
     def average(self, buffers: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Hold the mean of all replicas in the parameters, on all ranks; afterwards they are what they were.
+        """Hold the mean of all replicas in the parameters, on all ranks, inside the context; restore them afterwards.
 
-        What is under way arrives before, and is mixed in by the next step, as if nothing had been. ``buffers``, such as
-        ``model.buffers()``, are never mixed; those given here that hold floats are averaged for the time, too.
+        Mixes under way are not affected: the next step finishes them.
+
+        Args:
+            buffers: such as ``model.buffers()``, which are never mixed; in the context, floating-point ones hold means.
+
         """
         floats = [x for x in buffers if x.is_floating_point()]
-        kept = [(part, [x.clone() for x in part.tensors]) for part in self._all_parts()]
-        kept_floats = [x.clone() for x in floats]
-        for part, _ in kept:
-            part.let_arrive()
+        saved = [(bucket, [x.clone() for x in bucket.tensors]) for bucket in self._all_buckets()]
+        saved_floats = [x.clone() for x in floats]
+        for bucket, _ in saved:
+            bucket.wait_received()
         try:
             self._write_means(floats)
             yield
         finally:
-            for part, values in kept:
-                part.write(values)
-            for x, value in zip(floats, kept_floats, strict=True):
+            for bucket, values in saved:
+                bucket.write(values)
+            for x, value in zip(floats, saved_floats, strict=True):
                 x.copy_(value)
 
     @torch.no_grad()
     def _write_means(self, floats: list[Tensor]) -> None:
-        for part in self._all_parts():
-            part.write(part.mean()[0])
+        for bucket in self._all_buckets():
+            bucket.write(bucket.mean()[0])
         for x in floats:
-            mix(x, self._everybody.schedule, 0, world=self._world, communicator=self._lane, out=x)
+            mix(x, self._complete_graph.schedule, 0, world=self._world, communicator=self._communicator, out=x)
 
     @torch.no_grad()
     def average_(self) -> None:
-        """Let all replicas become their mean, for good: the end of training, or a new beginning. All ranks call it."""
+        """Replace all replicas by their mean, such as at the end of training. All ranks call it together."""
         self.restart()
         self._write_means([])
 
     def restart(self) -> None:
-        """Let what is under way arrive and be forgotten, so that parameters may be changed. All ranks call it.
+        """Cancel the mixes under way, so that parameters may be changed. All ranks call it together.
 
-        The next step mixes what they are then.
+        The next step mixes the changed parameters.
         """
         self._check_between_steps("restarted")
-        for part in self._all_parts():
-            part.drop()
+        for bucket in self._all_buckets():
+            bucket.cancel()
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """Return the root mean square, over replicas, of the distance to their mean. All ranks call it together."""
         total = torch.zeros(1, dtype=torch.float64)
-        for part in self._all_parts():
-            part.let_arrive()
-            total += part.mean()[1].cpu() * (self._world.topology.local_size if part.shards else 1.0)
+        for bucket in self._all_buckets():
+            bucket.wait_received()
+            total += bucket.mean()[1].cpu() * (self._world.topology.local_size if bucket.sharded else 1.0)
         return math.sqrt(float(self._world.control.all_gather(total).wait().mean()))
 
     def last_moved(self) -> float:
-        """Return how far the last mix moved this rank's parameters: an estimate of the distance that costs nothing."""
-        return math.sqrt(sum(float(part.moved) for part in self._all_parts() if part.moved is not None))
+        """Return the distance by which the last mix moved this rank's parameters.
 
-    def _moved_of_replica(self) -> float:
-        """Return the square of that, of a whole replica: this rank's shards stand for those of its node."""
+        It is an estimate of :meth:`consensus_distance` that costs nothing.
+        """
+        moved = (bucket.squared_distance for bucket in self._all_buckets())
+        return math.sqrt(sum(float(squared) for squared in moved if squared is not None))
+
+    def _squared_distance_of_replica(self) -> float:
+        """Return the same distance, squared, of a whole replica: this rank's shards stand for those of its node."""
         ranks = self._world.topology.local_size
-        moved = [(part, float(part.moved)) for part in self._all_parts() if part.moved is not None]
-        return sum(squared * (ranks if part.shards else 1) for part, squared in moved)
+        moved = [(bucket.sharded, bucket.squared_distance) for bucket in self._all_buckets()]
+        return sum(float(squared) * (ranks if sharded else 1) for sharded, squared in moved if squared is not None)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, on all ranks alike; they become those of node 0."""
+        """Add a parameter group, the same on all ranks; its parameters become those of node 0."""
         if self._is_ready:
             first = self.param_groups[0]
-            for name, value in self._inner.defaults.items():
+            for name, value in self._optimizer.defaults.items():
                 param_group.setdefault(name, value)
             param_group.update(step=first["step"], mixes=first["mixes"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for param, name in zip(group["params"], names_of(self.param_groups)[-1], strict=True):
             check_parameter(param, name, self._world.topology)
-            check_not_flat(param, name)
-            # Present before the first step: torch's checkpoints take that for granted.
+            _check_not_flat(param, name)
+            # Present before the first step: torch's checkpoints need it.
             self.state[param] = self.state.get(param, {})
         broadcast_parameters_(group["params"], self._world)
         if self._is_ready:
             self._refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's own format, in which everything has a node axis: replicas differ, also in parameters.
+        """Return the state in torch's format, with a node axis in every tensor: replicas differ, also in parameters.
 
-        What is under way need not be saved: it follows from what the parameters are.
+        Mixes under way are not saved: they are started again from the parameters.
         """
         self._check_between_steps("saved")
-        outlined = self._outline()
-        self.state.update(outlined)
-        saved = self._memory.added_to(super().state_dict(), self.param_groups, self._all_parts())
-        self.state.update({param: {} for param in outlined})
+        initial = self._initial_states()
+        self.state.update(initial)
+        saved = self._replica_state.added_to(super().state_dict(), self.param_groups, self._all_buckets())
+        self.state.update({param: {} for param in initial})
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
-        """Go on from a state, bit for bit; the parameters are part of it. All ranks call it together.
+        """Restore a state, parameters included, bit for bit. All ranks call it together.
 
-        ``other_nodes`` says what to do if it is of another number of nodes; that is an error, if nothing is said.
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+            other_nodes: what to do with a state of another number of nodes: ``"error"``, the default; ``"mean"``, which
+                gives all replicas the mean; or ``"reset"``, which keeps the model's parameters.
+
         """
         self._ready.reset()
         self.restart()
         self._refresh()
-        told = other_nodes or self._other_nodes
-        rest = self._memory.taken_from(state_dict, self.param_groups, self._all_parts(), told)
+        policy = other_nodes or self._other_nodes
+        rest = self._replica_state.taken_from(state_dict, self.param_groups, self._all_buckets(), policy)
         groups = self.param_groups
         super().load_state_dict(rest)
         groups[:] = self.param_groups
@@ -242,22 +284,22 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise InvalidArgumentError(
-            "a decentralized optimizer has cables and hooks, and cannot be copied or pickled: make another, and load "
-            "state_dict()."
+            "a decentralized optimizer has process groups and hooks, and cannot be copied or pickled: make another, "
+            "and load state_dict()."
         )
 
-    def _outline(self) -> dict[Tensor, dict[str, Any]]:
-        """Return states of a first step for parameters that have none yet. It moves them, and moves them back."""
-        parts = self._all_parts()
-        for part in parts:
-            part.let_arrive()
-        outlined = self._sharer.outline(self)
-        for part in parts:
-            part.accept_changes()
-        return outlined
+    def _initial_states(self) -> dict[Tensor, dict[str, Any]]:
+        """Return states for parameters that have none yet. Changes parameters, and changes them back."""
+        buckets = self._all_buckets()
+        for bucket in buckets:
+            bucket.wait_received()
+        initial = self._inner.outline(self)
+        for bucket in buckets:
+            bucket.accept_changes()
+        return initial
 
     def _refresh(self) -> None:
-        """Plan buckets of parameters that joined, or want gradients only now. All ranks come here alike."""
+        """Plan buckets for parameters that were added or unfrozen. All ranks call it together."""
         params = (param for group in self.param_groups for param in group["params"])
         new = {param for param in params if param.requires_grad and param not in self._trained}
         if not new:
@@ -266,19 +308,20 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         buckets = plan_buckets(self.param_groups, self._bucket_bytes, new.__contains__)
         check_same_buckets(buckets, self._world)
         self._buckets += buckets
-        self._parts |= {bucket: cut_into_parts(bucket, self._world, self._terms, self._lane) for bucket in buckets}
-        self._memory.measure(part for bucket in buckets for part in self._parts[bucket])
+        new_buckets = [MixBucket(bucket, self._world, self._settings, self._communicator) for bucket in buckets]
+        self._mix_buckets |= zip(buckets, new_buckets, strict=True)
+        self._replica_state.measure(new_buckets)
         self._ready.watch(self._buckets, early=self._overlap == "backward")
 
-    def _all_parts(self) -> list[Part]:
-        return [part for bucket in self._buckets for part in self._parts[bucket]]
+    def _all_buckets(self) -> list[MixBucket]:
+        return [self._mix_buckets[bucket] for bucket in self._buckets]
 
     def _prepare_gradients(self) -> None:
-        """Unscale and clip, where asked for; find out whether this replica's step is left out."""
-        # Set by torch's GradScaler for the time of the step.
+        """Unscale and clip gradients, if asked for; find out whether this replica skips its step."""
+        # Set by torch's GradScaler during the step.
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None:
-            self._skips = self._anybody_skips(found_inf)
+            self._skips = self._replica_found_inf(found_inf)
         if scale is not None and self._overlap == "backward":
             raise InvalidArgumentError(
                 "GradScaler unscales gradients after the backward pass, but overlap='backward' steps on them before: "
@@ -290,70 +333,99 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         if self._max_norm is not None:
             clip_(self._buckets, self._world, self._max_norm)
 
-    def _anybody_skips(self, found_inf: Tensor) -> bool:
-        """Return whether this rank, or one that has shards of the same replica, found infinity."""
+    def _replica_found_inf(self, found_inf: Tensor) -> bool:
+        """Return whether this rank, or another with shards of the same replica, found infinity."""
         if any(bucket.averaged for bucket in self._buckets) and self._world.intra.size > 1:
             found_inf = self._world.intra.all_reduce(found_inf.reshape(1).clone()).wait()
         return bool(found_inf.item())
 
     @torch.no_grad()
     def _advance(self, bucket: Bucket) -> None:
-        """Take a bucket from one iteration to the next: mix in what came, step, leave."""
+        """Take a bucket through one iteration: finish its mix, step, start the next mix."""
         group = self.param_groups[bucket.group]
         mixed = 0
         if self._order == "mix-then-step" and group["step"] > 0:
-            mixed = self._mix_in(bucket, self._terms_of_last_launch())
+            mixed = self._finish_mix(bucket, self._launched_settings())
         if not self._skips:
             self._step_inner(bucket)
         if self._order == "step-then-mix" or self._overlap != "none":
-            self._leave(bucket, group["mixes"] + mixed, self._terms_of_next_launch())
+            self._start_mix(bucket, group["mixes"] + mixed, self._next_settings())
 
-    def _leave(self, bucket: Bucket, number: int, terms: MixTerms) -> None:
+    def _start_mix(self, bucket: Bucket, number: int, settings: MixSettings) -> None:
         """Start mix number ``number`` of a bucket, unless it is under way."""
-        for part in self._parts[bucket]:
-            if not part.is_under_way:
-                part.start(number, terms)
+        if not self._mix_buckets[bucket].is_under_way:
+            self._mix_buckets[bucket].start(number, settings)
 
-    def _mix_in(self, bucket: Bucket, terms: MixTerms) -> int:
-        """Finish the mix under way, and take more rounds if asked to; return how many there were.
+    def _finish_mix(self, bucket: Bucket, settings: MixSettings) -> int:
+        """Finish the mix under way, mix further rounds if the monitor asks for them, and return the number of rounds.
 
-        Where nothing is under way, as after loading a state, it starts here: to the same end.
+        If no mix is under way, as after a state was loaded, it is started here, with the same result.
         """
+        first = self.param_groups[bucket.group]["mixes"]
         for number in range(self.rounds):
-            self._leave(bucket, self.param_groups[bucket.group]["mixes"] + number, self._terms if number else terms)
-            for part in self._parts[bucket]:
-                part.finish()
+            self._start_mix(bucket, first + number, self._settings if number else settings)
+            self._mix_buckets[bucket].finish()
         return self.rounds
 
     def _step_inner(self, bucket: Bucket) -> None:
-        """Let torch's optimizer step on the parameters of one bucket. On push-sum's numerators, hence the weight."""
-        group, weight = self.param_groups[bucket.group], self._push_weight(bucket)
+        """Step torch's optimizer on the parameters of one bucket."""
+        group, push_sum = self.param_groups[bucket.group], self._mix_buckets[bucket].push_sum
+        # The step belongs to push-sum's numerators, of which the parameters are one over the weight.
+        weight = 1.0 if push_sum is None else push_sum.weight
         lr = group["lr"] if weight == 1.0 else group["lr"] / weight
-        self._inner.param_groups, self._inner.state = [{**group, "params": list(bucket.params), "lr": lr}], self.state
-        self._inner.step()
-
-    def _push_weight(self, bucket: Bucket) -> float:
-        push_sum = self._parts[bucket][0].push_sum
-        return 1.0 if push_sum is None else push_sum.weight
+        self._optimizer.param_groups, self._optimizer.state = (
+            [{**group, "params": list(bucket.params), "lr": lr}],
+            self.state,
+        )
+        self._optimizer.step()
 
     def _finish_step(self) -> None:
-        """Count, and let all ranks decide how much the next steps mix."""
+        """Count the step, and let the monitor decide how much the next steps mix."""
         first = self.param_groups[0]
         if self._order == "step-then-mix":
             for bucket in self._buckets:
-                self._mix_in(bucket, self._terms_of_next_launch())
+                self._finish_mix(bucket, self._next_settings())
         mixes = self.rounds if self._order == "step-then-mix" or first["step"] > 0 else 0
         for group in self.param_groups:
             group["step"] += 1
             group["mixes"] += mixes
-        if self._judge is not None:
-            self._judge.note_launch()
-            if self._judge.is_due(first["step"]):
+        if self._monitor is not None:
+            self._monitor.record_launch()
+            if self._monitor.is_due(first["step"]):
                 squared = float(squared_norm(self._buckets, self._world))
-                self._judge.hear(self._moved_of_replica(), squared, float(first["lr"]))
+                self._monitor.update(self._squared_distance_of_replica(), squared, float(first["lr"]))
 
-    def _terms_of_next_launch(self) -> MixTerms:
-        return self._everybody if self._judge is not None and self._judge.mixes_all else self._terms
+    def _next_settings(self) -> MixSettings:
+        is_complete = self._monitor is not None and self._monitor.uses_complete_graph
+        return self._complete_graph if is_complete else self._settings
 
-    def _terms_of_last_launch(self) -> MixTerms:
-        return self._everybody if self._judge is not None and self._judge.launched_all else self._terms
+    def _launched_settings(self) -> MixSettings:
+        """Return the settings of the mix under way."""
+        is_complete = self._monitor is not None and self._monitor.launched_complete_graph
+        return self._complete_graph if is_complete else self._settings
+
+
+def _check_arguments(order: str, overlap: str, max_norm: float | None) -> None:
+    choices = {"order": (order, Order), "overlap": (overlap, Overlap)}
+    wrong = [
+        f"{name} is {value!r}, but must be one of {', '.join(get_args(choice))}"
+        for name, (value, choice) in choices.items()
+        if value not in get_args(choice)
+    ]
+    if max_norm is not None and not max_norm > 0:
+        wrong.append(f"max_norm is {max_norm!r}, but must be above 0")
+    if max_norm is not None and overlap == "backward":
+        wrong.append(
+            "max_norm needs the whole gradient before the first bucket steps, but with overlap='backward' buckets step "
+            "before it is ready: use overlap='step', which hides mixes behind the same iteration"
+        )
+    if wrong:
+        raise InvalidArgumentError(f"{'; '.join(wrong)}.")
+
+
+def _check_not_flat(param: Tensor, name: str) -> None:
+    if isinstance(param, FlatParameter):
+        raise InvalidArgumentError(
+            f"{name} is a flat parameter of FSDP1, which moves it in memory while it would be mixed: shard "
+            f"the model by FSDP2 (fully_shard)."
+        )

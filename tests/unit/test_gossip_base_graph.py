@@ -25,7 +25,7 @@ def test_a_period_averages_any_number_of_nodes(k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_nobody_has_more_than_k_peers_at_a_time(k: int) -> None:
+def test_no_node_has_more_than_k_peers_at_a_time(k: int) -> None:
     assert all(base(nodes, k).most_peers <= k for nodes in range(1, 65))
 
 

@@ -1,4 +1,4 @@
-"""Every recipe keeps the mean, reaches everybody, and averages as exactly as it says."""
+"""Every recipe keeps the mean, reaches all nodes, and averages as exactly as it says."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_mean_stays_to_the_bit_where_weights_are_halves(recipe: Callable[[in
 
 
 @every_recipe
-def test_everybody_meets_somebody_and_comes_closer_to_the_mean(recipe: Callable[[int], ScheduleLike]) -> None:
+def test_every_node_has_peers_and_comes_closer_to_the_mean(recipe: Callable[[int], ScheduleLike]) -> None:
     for schedule in schedules_of(recipe):
         phases = [schedule.phase(step) for step in range(schedule.period or 64)]
         nodes = range(schedule.nodes)
@@ -254,9 +254,9 @@ def test_alternating_does_the_same_with_half_of_the_links_at_a_time(schedule: Sc
 def test_alternating_counts_talks_by_their_lowest_node() -> None:
     mutual = (Edge(0, 6, 0.25), Edge(6, 0, 0.25), Edge(6, 3, 0.25), Edge(3, 6, 0.25))
     mixed = Phase((Group((1, 2)), Group((4, 5)), Group((7,))), mutual)
-    everybody = Phase((Group(tuple(range(8))),))
-    phases = alternating(Schedule("mixed", 8, (mixed, everybody))).phases
-    assert phases == (Phase((Group((4, 5)),), mutual), Phase((Group((1, 2)),)), everybody, Phase())
+    all_nodes = Phase((Group(tuple(range(8))),))
+    phases = alternating(Schedule("mixed", 8, (mixed, all_nodes))).phases
+    assert phases == (Phase((Group((4, 5)),), mutual), Phase((Group((1, 2)),)), all_nodes, Phase())
 
 
 @pytest.mark.parametrize("nodes", NUMBERS)

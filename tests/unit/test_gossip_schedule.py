@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS_OF_FOUR = (Phase((Group((0, 1)), Group((2, 3)))), Phase((Group((1, 2)), Group((3, 0)))))
-# Node 0 sends to two and hears from one: column stochastic only.
+# Node 0 sends to two and receives from one: column stochastic only.
 LOPSIDED = Schedule(
     "lopsided", 3, (Phase(edges=(Edge(0, 1, 0.25), Edge(0, 2, 0.25), Edge(1, 2, 0.5), Edge(2, 0, 0.5))),)
 )
