@@ -14,14 +14,14 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
-
 from flexcomm.device import make_stream, record_event, use_stream, wait_stream
 from flexcomm.errors import TransportError
 from flexcomm.transport.mpi_progress import threads_are_free
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from flexcomm.world import World
 
