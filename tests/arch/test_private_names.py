@@ -33,8 +33,8 @@ PRIVATE_NAMES = {
     "tests/ranks/preload.py": {"_dynamo"},
 }  # fmt: skip
 NAMED_TUPLE = {"_replace", "_make", "_asdict", "_fields"}
-OF_OTHER_LIBRARIES = {"_Environ", "_local_world_size"}
-"""Of os, and of decent-dp."""
+OF_OTHER_LIBRARIES = {"_Environ", "_local_world_size", "_value_"}
+"""Of os, of decent-dp, and of enum, which documents it."""
 LOOKUPS = {"getattr", "setattr", "hasattr", "delattr", "private"}
 
 
