@@ -5,6 +5,7 @@ between nodes.
 """
 
 from flexcomm import gossip
+from flexcomm.codec import plan_tensor
 from flexcomm.compress import (
     Compressor,
     Pipeline,
@@ -36,13 +37,34 @@ from flexcomm.errors import (
 from flexcomm.gossip.api import MixHandle, MixResult, mix, start_mix
 from flexcomm.gossip.compressed import MixResiduals
 from flexcomm.gossip.push_sum import PushSum
-from flexcomm.sync import Residuals, SyncHandle, hierarchical_sync, start_exchange, start_sync
+from flexcomm.kernels import Average, TensorPlan
+from flexcomm.sync import (
+    BUCKET_BYTES,
+    AlgorithmOption,
+    NonFinitePolicy,
+    Residuals,
+    SyncHandle,
+    SyncPlan,
+    TensorShard,
+    choose_algorithms,
+    fill_buckets,
+    hierarchical_sync,
+    plan_sync,
+    shard_tensor,
+    shards_held,
+    start_exchange,
+    start_planned,
+    start_sync,
+)
 from flexcomm.topology import Topology
 from flexcomm.transport import Handle, Transport
 from flexcomm.version import __version__
-from flexcomm.world import World, connect, connect_mesh
+from flexcomm.world import World, connect, connect_mesh, default_world
 
 __all__ = [
+    "BUCKET_BYTES",
+    "AlgorithmOption",
+    "Average",
     "Compressor",
     "CompressorError",
     "ConfigMismatchError",
@@ -55,12 +77,16 @@ __all__ = [
     "MixResiduals",
     "MixResult",
     "NonFiniteError",
+    "NonFinitePolicy",
     "PeerLostError",
     "Pipeline",
     "PushSum",
     "Residuals",
     "SyncError",
     "SyncHandle",
+    "SyncPlan",
+    "TensorPlan",
+    "TensorShard",
     "TensorSpec",
     "Topology",
     "TopologyError",
@@ -71,17 +97,25 @@ __all__ = [
     "WireError",
     "World",
     "__version__",
+    "choose_algorithms",
     "connect",
     "connect_mesh",
+    "default_world",
     "demo",
     "dense",
+    "fill_buckets",
     "gossip",
     "hierarchical_sync",
     "mix",
+    "plan_sync",
+    "plan_tensor",
     "random_k",
+    "shard_tensor",
+    "shards_held",
     "sign",
     "start_exchange",
     "start_mix",
+    "start_planned",
     "start_sync",
     "striding",
     "threshold",

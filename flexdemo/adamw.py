@@ -6,16 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch.optim import AdamW
 
-from flexcomm import demo
-from flexcomm.sync import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES, demo
 from flexdemo.wrapped import DistributedOptimizer
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
-    from flexcomm import Compressor, World
-    from flexcomm.kernels import Average
-    from flexcomm.sync import NonFinitePolicy
+    from flexcomm import Average, Compressor, NonFinitePolicy, World
     from flexdemo.settings import OuterOptimizer, SyncTarget
 
 __all__ = ["FlexDeMoAdamW"]

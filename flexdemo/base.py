@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from flexcomm import FlexcommError, InvalidArgumentError, TransportError
-from flexcomm.world import default_world
+from flexcomm import FlexcommError, InvalidArgumentError, TransportError, default_world
 from flexdemo.checkpoint.node_axis import FromOtherNodes
 from flexdemo.checkpoint.node_state import NodeState
 from flexdemo.gradients import GradientExchange
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import ParamsT
 
-    from flexcomm import World
-    from flexcomm.kernels import Average
-    from flexcomm.sync import NonFinitePolicy
+    from flexcomm import Average, NonFinitePolicy, World
     from flexdemo.checkpoint.node_axis import OtherNodes
     from flexdemo.gradients import BucketResult, CompressionSettings
     from flexdemo.parameters import Group

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm import demo
-from flexcomm.sync import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES, demo
 from flexdemo.base import NodeOptimizer
 from flexdemo.gradients import CompressionSettings
 from flexdemo.parameters import local
@@ -15,9 +14,7 @@ from flexdemo.parameters import local
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
-    from flexcomm import Compressor, World
-    from flexcomm.kernels import Average
-    from flexcomm.sync import NonFinitePolicy
+    from flexcomm import Average, Compressor, NonFinitePolicy, World
     from flexdemo.gradients import BucketResult
     from flexdemo.parameters import Group
     from flexdemo.settings import OuterOptimizer, Update

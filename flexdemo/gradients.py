@@ -25,8 +25,12 @@ from flexcomm import (
     SyncError,
     TensorSpec,
     TransportError,
+    choose_algorithms,
+    fill_buckets,
+    plan_sync,
+    shards_held,
+    start_planned,
 )
-from flexcomm.sync import choose_algorithms, fill_buckets, plan_sync, shards_held, start_planned
 from flexdemo.parameters import gradient_of, is_sharded, local, names_of
 from flexdemo.torch_private.autograd import version_of
 
@@ -38,9 +42,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.utils.hooks import RemovableHandle
 
-    from flexcomm import Compressor, SyncHandle, World
-    from flexcomm.kernels import Average
-    from flexcomm.sync import AlgorithmOption, NonFinitePolicy, SyncPlan, TensorShard
+    from flexcomm import AlgorithmOption, Average, Compressor, NonFinitePolicy, SyncHandle, SyncPlan, TensorShard, World
     from flexdemo.parameters import Group
 
 __all__ = [

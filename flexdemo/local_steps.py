@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from flexcomm import World
-    from flexcomm.sync import NonFinitePolicy
+    from flexcomm import NonFinitePolicy, World
     from flexdemo.gradients import Bucket, BucketResult
     from flexdemo.parameters import Group
     from flexdemo.settings import OuterOptimizer

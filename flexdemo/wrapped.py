@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from flexcomm import InvalidArgumentError, dense
-from flexcomm.sync import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES, InvalidArgumentError, dense
 from flexdemo.base import NodeOptimizer
 from flexdemo.gradients import CompressionSettings
 from flexdemo.inner import Inner
@@ -15,9 +14,7 @@ from flexdemo.inner import Inner
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flexcomm import Compressor, World
-    from flexcomm.kernels import Average
-    from flexcomm.sync import NonFinitePolicy
+    from flexcomm import Average, Compressor, NonFinitePolicy, World
     from flexdemo.gradients import BucketResult
     from flexdemo.parameters import Group
     from flexdemo.settings import OuterOptimizer, SyncTarget

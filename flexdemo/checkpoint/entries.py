@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm import Residuals, World
-    from flexcomm.sync import TensorShard
+    from flexcomm import Residuals, TensorShard, World
     from flexdemo.checkpoint.node_axis import NodeAxis, OtherNodes, Rows
     from flexdemo.checkpoint.resharding import UnshardedTensor
     from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings

@@ -12,17 +12,14 @@ import torch
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
 
-from flexcomm import InvalidArgumentError, TensorSpec
-from flexcomm.codec import plan_tensor
+from flexcomm import InvalidArgumentError, TensorSpec, plan_tensor, shard_tensor
 from flexcomm.kernels import Momentum
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexcomm.sync import shard_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexcomm import Compressor
-    from flexcomm.kernels import TensorPlan
+    from flexcomm import Compressor, TensorPlan
 
 __all__ = ["UnshardedTensor", "find_unsharded"]
 

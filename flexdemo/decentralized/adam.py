@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Adam, AdamW
 
-from flexcomm.sync import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES
 from flexdemo.accumulated import AccumAdam
 from flexdemo.decentralized.optimizer import DecentralizedOptimizer
 

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.optim import Optimizer
 
-from flexcomm import InvalidArgumentError, mix
+from flexcomm import BUCKET_BYTES, InvalidArgumentError, default_world, mix
 from flexcomm.gossip import base, complete
-from flexcomm.sync import BUCKET_BYTES
-from flexcomm.world import default_world
 from flexdemo.checkpoint.node_axis import FromOtherNodes
 from flexdemo.decentralized.buckets import MixBucket, MixSettings, take_communicator
 from flexdemo.decentralized.clipping import clip_, squared_norm

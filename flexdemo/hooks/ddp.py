@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.nn.parallel import DistributedDataParallel
 
-    from flexcomm import Compressor, World
-    from flexcomm.kernels import Average
-    from flexcomm.sync import NonFinitePolicy
+    from flexcomm import Average, Compressor, NonFinitePolicy, World
 
 __all__ = ["CompressionState", "attach_to_ddp", "compression_hook"]
 

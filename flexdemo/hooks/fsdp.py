@@ -14,9 +14,7 @@ from flexdemo.hooks.handle import HookHandle
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from flexcomm import Compressor, World
-    from flexcomm.kernels import Average
-    from flexcomm.sync import NonFinitePolicy
+    from flexcomm import Average, Compressor, NonFinitePolicy, World
 
 __all__ = ["attach_to_fsdp"]
 

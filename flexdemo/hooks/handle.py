@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexcomm import FlexcommError, InvalidArgumentError, TransportError
-from flexcomm.world import default_world
+from flexcomm import FlexcommError, InvalidArgumentError, TransportError, default_world
 from flexdemo.checkpoint.entries import find_entries, load_states
 from flexdemo.checkpoint.node_axis import NodeAxis
 from flexdemo.gradients import BucketExchange, CompressionSettings, choose_algorithm
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from flexcomm import Compressor, World
-    from flexcomm.kernels import Average
-    from flexcomm.sync import AlgorithmOption, NonFinitePolicy
+    from flexcomm import AlgorithmOption, Average, Compressor, NonFinitePolicy, World
     from flexdemo.checkpoint.entries import StateEntry, States
     from flexdemo.checkpoint.node_axis import OtherNodes
     from flexdemo.gradients import Bucket
