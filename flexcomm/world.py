@@ -321,9 +321,19 @@ def check_passed_transports(
 def connect_mesh(
     mesh: DeviceMesh, *, inter: str = "replicate", intra: str = "shard", timeout_s: float = TIMEOUT_S
 ) -> World:
-    """The world of a two-dimensional mesh: axis ``intra`` inside a node, axis ``inter`` across nodes.
+    """Return the world of a two-dimensional mesh, whose groups carry the data. Closing it leaves them open.
 
-    Its groups carry the data; they stay the mesh's own, and closing this world leaves them open.
+    Args:
+        mesh: torch's DeviceMesh, of all ranks or of some.
+        inter: the axis across nodes.
+        intra: the axis inside a node.
+        timeout_s: no wait on this world blocks longer.
+
+    Example::
+
+        mesh = init_device_mesh(device_type, (nodes, local), mesh_dim_names=("replicate", "shard"))
+        world = flexcomm.connect_mesh(mesh, inter="replicate", intra="shard")
+
     """
     abort_on_exception_if_mpi_is_up()
     check_timeout(timeout_s)

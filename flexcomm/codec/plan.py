@@ -93,7 +93,13 @@ def assemble_buffer(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]
 
 
 def plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
-    """Return what is sent of a tensor: what the compressor plans, or all of it where that is shorter."""
+    """Return what is sent of a tensor: what the compressor plans, or all of it where that is shorter.
+
+    Args:
+        spec: the tensor.
+        compressor: plans what is sent.
+
+    """
     plan, whole = compressor.plan(spec), dense().plan(spec)
     if plan.rows * plan.cols != math.prod(spec.shape):
         raise CompressorError(

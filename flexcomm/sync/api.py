@@ -216,7 +216,17 @@ def start_planned(
     step: int | None = None,
     out: list[Tensor] | None = None,
 ) -> SyncHandle[list[Tensor]]:
-    """Start a call whose plan was made by :func:`plan_sync`, for tensors of the same shapes and dtypes."""
+    """Start a call whose plan was made by :func:`plan_sync`, for tensors of the same shapes and dtypes.
+
+    Args:
+        plan: what follows from shapes and arguments.
+        tensors: as many as were planned, in the same order.
+        world: the world of the plan.
+        residuals: given if and only if the plan was made with ``has_residuals``.
+        step: as for :func:`hierarchical_sync`.
+        out: as for :func:`hierarchical_sync`.
+
+    """
     for x, spec in zip(tensors, plan.settings.specs, strict=True):
         if x.shape != spec.shape or x.dtype != spec.dtype:
             raise InvalidTensorError(

@@ -182,6 +182,13 @@ def choose_algorithms(
     """Return the algorithm for all tensors of each dtype.
 
     For all, not for each bucket: algorithms send different things, and the size of buckets must not change the result.
+
+    Args:
+        specs: all tensors, however they will be put into buckets.
+        compressor: what is sent of them.
+        nodes: the number of nodes.
+        algorithm: what was asked for; ``"auto"`` takes the one that sends the fewest bytes.
+
     """
     dtypes = dict.fromkeys(spec.dtype for spec in specs)
     return {
@@ -251,6 +258,11 @@ def fill_buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> list[
     A tensor larger than that makes a bucket larger. Buckets of less than a sixteenth of it take another tensor all the
     same, because a collective costs more than its bytes; only the last one of a dtype may be small. Buckets come in the
     order in which they are complete, if tensors become ready in the order given.
+
+    Args:
+        specs: the tensors, in the order in which they become ready.
+        bucket_bytes: dense bytes of a bucket; None: one bucket for each dtype.
+
     """
     full, buckets = float("inf") if bucket_bytes is None else bucket_bytes, []
     open_buckets: dict[torch.dtype, _OpenBucket] = {}

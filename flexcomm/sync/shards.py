@@ -42,6 +42,12 @@ def shard_tensor(spec: TensorSpec, plan: TensorPlan, ranks: int) -> list[TensorS
     """Return the shard of each rank; None for ranks that get nothing of a tensor with too few chunks.
 
     The name decides which rank gets the first shard: otherwise rank 0 would get all the small tensors.
+
+    Args:
+        spec: the tensor.
+        plan: what is sent of it, by :func:`plan_tensor`.
+        ranks: the number of ranks of a node.
+
     """
     units = count_units(plan)
     offset = zlib.crc32(spec.name.encode()) % ranks

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flexcomm.sync import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES
 from flexdemo.predict.calibration import Calibration, read_calibration, read_collectives
 from flexdemo.predict.errors import PredictError
 from flexdemo.predict.methods import SCHEDULES, plan_methods

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flexcomm.sync import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES
 from flexdemo.predict.calibration import Compute
 from flexdemo.predict.errors import PredictError
 from flexdemo.runtime import (

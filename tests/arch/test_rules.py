@@ -141,7 +141,7 @@ BENEATH_THE_SURFACE = {
     # One message for all private names of torch that are gone.
     "flexdemo/torch_private/": {"flexcomm.torch_versions"},
     # It times what a rank computes for a bucket, without a world to send it in.
-    "flexdemo/predict/measure_codec.py": {"flexcomm.codec", "flexcomm.kernels"},
+    "flexdemo/predict/measure.py": {"flexcomm.codec", "flexcomm.kernels"},
     # States become elements and back, once, on the host: by the reference's transform, which nothing else is to use.
     "flexdemo/checkpoint/resharding.py": {"flexcomm.kernels", "flexcomm.kernels.reference.transform"},
 }
