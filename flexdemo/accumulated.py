@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["AccumAdam"]
 
-_CPU_LOT_NUMEL = 1 << 15
+_CPU_BATCH_NUMEL = 1 << 15
 """Elements a thread works on at once, so that all that is read and written of them stays in its cache: a step of 23 M
 parameters took 0.6 of the time (one thread of a Xeon). Of fewer, torch does not give a part to another thread."""
-_LOT_NUMEL = 1 << 24
+_BATCH_NUMEL = 1 << 24
 """Elsewhere: temporaries take two or three numbers for each, and not for each of the model."""
 
 
@@ -102,8 +102,8 @@ class AccumAdam(Optimizer):
             for (device, _, count), params in self._alike(group["params"]).items():
                 rows = [self._open(param, settings["window"]) for param in params]
                 torch._foreach_add_([self.state[param]["step"] for param in params], 1)
-                for lot in _cut(rows, _lot_numel(device)):
-                    _advance(lot, count + 1, settings)
+                for batch in _cut(rows, _batch_numel(device)):
+                    _advance(batch, count + 1, settings)
         return loss
 
     def _alike(self, params: list[Tensor]) -> dict[tuple[torch.device, torch.dtype, int], list[Tensor]]:
@@ -129,7 +129,7 @@ class AccumAdam(Optimizer):
         return (local(param), gradient_of(param), *(local(one) for one in kept))
 
 
-class _Lot(NamedTuple):
+class _Batch(NamedTuple):
     """Parameters that move together, as tensors of this rank."""
 
     params: Tensors
@@ -139,70 +139,70 @@ class _Lot(NamedTuple):
     accumulated: Tensors
 
 
-def _advance(lot: _Lot, count: int, group: Group) -> None:
+def _advance(batch: _Batch, count: int, group: Group) -> None:
     """Take step number ``count`` of these parameters."""
-    lot = _decayed(lot, group)
+    batch = _decayed(batch, group)
     if group["window"] == 1:
-        _fold(lot, lot.gradients, group)
-        _move(lot, lot.means, torch._foreach_sqrt(lot.squares), count, group)
+        _fold(batch, batch.gradients, group)
+        _move(batch, batch.means, torch._foreach_sqrt(batch.squares), count, group)
         return
-    torch._foreach_add_(lot.accumulated, lot.gradients, alpha=1.0 / group["window"])
+    torch._foreach_add_(batch.accumulated, batch.gradients, alpha=1.0 / group["window"])
     beta1, beta2 = group["betas"]
-    roots = torch._foreach_mul(lot.squares, beta2)
-    torch._foreach_addcmul_(roots, lot.gradients, lot.gradients, value=1.0 - beta2)
+    roots = torch._foreach_mul(batch.squares, beta2)
+    torch._foreach_addcmul_(roots, batch.gradients, batch.gradients, value=1.0 - beta2)
     torch._foreach_sqrt_(roots)
-    _move(lot, torch._foreach_lerp(lot.means, lot.gradients, 1.0 - beta1), roots, count, group)
+    _move(batch, torch._foreach_lerp(batch.means, batch.gradients, 1.0 - beta1), roots, count, group)
     if count % group["window"] == 0:
-        _fold(lot, lot.accumulated, group)
-        torch._foreach_zero_(lot.accumulated)
+        _fold(batch, batch.accumulated, group)
+        torch._foreach_zero_(batch.accumulated)
 
 
-def _decayed(lot: _Lot, group: Group) -> _Lot:
-    """Return the lot with weights decayed or, if that is not decoupled, with gradients that decay them."""
+def _decayed(batch: _Batch, group: Group) -> _Batch:
+    """Return the batch with weights decayed or, if that is not decoupled, with gradients that decay them."""
     if not group["weight_decay"]:
-        return lot
+        return batch
     if group["decoupled"]:
-        torch._foreach_mul_(lot.params, 1.0 - group["lr"] * group["weight_decay"])
-        return lot
-    return lot._replace(gradients=torch._foreach_add(lot.gradients, lot.params, alpha=group["weight_decay"]))
+        torch._foreach_mul_(batch.params, 1.0 - group["lr"] * group["weight_decay"])
+        return batch
+    return batch._replace(gradients=torch._foreach_add(batch.gradients, batch.params, alpha=group["weight_decay"]))
 
 
-def _fold(lot: _Lot, gradients: Tensors, group: Group) -> None:
+def _fold(batch: _Batch, gradients: Tensors, group: Group) -> None:
     """Let the moments advance by gradients."""
     beta1, beta2 = group["betas"]
-    torch._foreach_lerp_(lot.means, gradients, 1.0 - beta1)
-    torch._foreach_mul_(lot.squares, beta2)
-    torch._foreach_addcmul_(lot.squares, gradients, gradients, value=1.0 - beta2)
+    torch._foreach_lerp_(batch.means, gradients, 1.0 - beta1)
+    torch._foreach_mul_(batch.squares, beta2)
+    torch._foreach_addcmul_(batch.squares, gradients, gradients, value=1.0 - beta2)
 
 
-def _move(lot: _Lot, means: Tensors, roots: Tensors, count: int, group: Group) -> None:
+def _move(batch: _Batch, means: Tensors, roots: Tensors, count: int, group: Group) -> None:
     """Move parameters by mean and root of the mean square, which is overwritten; both began with zeros."""
     windows = -(-count // group["window"])
     beta1, beta2 = group["betas"]
     torch._foreach_div_(roots, math.sqrt(1.0 - beta2**windows))
     torch._foreach_add_(roots, group["eps"])
-    torch._foreach_addcdiv_(lot.params, means, roots, value=-group["lr"] / (1.0 - beta1**windows))
+    torch._foreach_addcdiv_(batch.params, means, roots, value=-group["lr"] / (1.0 - beta1**windows))
 
 
-def _lot_numel(device: torch.device) -> int:
-    return _CPU_LOT_NUMEL * torch.get_num_threads() if device.type == "cpu" else _LOT_NUMEL
+def _batch_numel(device: torch.device) -> int:
+    return _CPU_BATCH_NUMEL * torch.get_num_threads() if device.type == "cpu" else _BATCH_NUMEL
 
 
-def _cut(rows: list[_Row], most: int) -> Iterator[_Lot]:
-    """Give rows in lots of about ``most`` elements; long ones in pieces, if their memory allows it."""
-    lot: list[_Row] = []
+def _cut(rows: list[_Row], most: int) -> Iterator[_Batch]:
+    """Give rows in batches of about ``most`` elements; long ones in pieces, if their memory allows it."""
+    batch: list[_Row] = []
     numel = 0
-    for piece in (piece for row in rows for piece in _pieces(row, most)):
-        if lot and numel + piece[0].numel() > most:
-            yield _Lot(*zip(*lot, strict=True))
-            lot, numel = [], 0
-        lot.append(piece)
-        numel += piece[0].numel()
-    if lot:
-        yield _Lot(*zip(*lot, strict=True))
+    for one_slice in (one_slice for row in rows for one_slice in _slices(row, most)):
+        if batch and numel + one_slice[0].numel() > most:
+            yield _Batch(*zip(*batch, strict=True))
+            batch, numel = [], 0
+        batch.append(one_slice)
+        numel += one_slice[0].numel()
+    if batch:
+        yield _Batch(*zip(*batch, strict=True))
 
 
-def _pieces(row: _Row, most: int) -> Iterable[_Row]:
+def _slices(row: _Row, most: int) -> Iterable[_Row]:
     if row[0].numel() <= most or not all(one.is_contiguous() for one in row):
         return [row]
     return zip(*(torch.split(one.view(-1), most) for one in row), strict=True)

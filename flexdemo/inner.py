@@ -32,14 +32,14 @@ class Inner:
         if any(isinstance(one, LBFGS) for one in self._optimizers):
             raise InvalidArgumentError("LBFGS calls a closure several times a step, and cannot be exchanged.")
 
-    def adopt(self, owner: Optimizer) -> None:
+    def take_over_state(self, owner: Optimizer) -> None:
         """Give the owner what the optimizers remember of steps they took before."""
         for optimizer in self._optimizers:
             for param, state in optimizer.state.items():
                 owner.state[param] = state
 
     @torch.no_grad()
-    def outline(self, owner: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    def initial_states(self, owner: Optimizer) -> dict[Tensor, dict[str, Any]]:
         """Return states as those of a first step, for parameters that have none: what a checkpoint is loaded into.
 
         By a step with no gradient, of which nothing else is left.

@@ -101,16 +101,16 @@ class DistributedOptimizer(NodeOptimizer):
             outer=outer,
             overlap=overlap,
         )
-        self._inner.adopt(self)
+        self._inner.take_over_state(self)
         self.defaults |= optimizers[-1].defaults
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own format. What is a node's own has a node axis; see docs/training.md."""
-        outlined = self._inner.outline(self)
+        initial = self._inner.initial_states(self)
         # For this moment: a first step begins them as its optimizer wants them.
-        self.state.update(outlined)
+        self.state.update(initial)
         saved = super().state_dict()
-        self.state.update({param: {} for param in outlined})
+        self.state.update({param: {} for param in initial})
         return saved
 
     def _sync_settings(self, group: Group) -> CompressionSettings:

@@ -56,9 +56,9 @@ class ConsistencyCheck:
         if bool((self._transport.all_gather(mine).wait() == mine).all()):
             self._agreed.add(digest)
             return
-        raise ConfigMismatchError(describe(self._everybodys_differences(settings)))
+        raise ConfigMismatchError(describe(self._differences_of_all_ranks(settings)))
 
-    def _everybodys_differences(self, settings: Settings) -> list[Settings]:
+    def _differences_of_all_ranks(self, settings: Settings) -> list[Settings]:
         """What each rank says on the fields that differ. All ranks come here together: all saw the same digests."""
         fingerprints = {fingerprint(item): item for item in list(settings.items())[:MOST_FIELDS]}
         tables = self._gather(torch.tensor(list(fingerprints), dtype=torch.int64), MOST_FIELDS)

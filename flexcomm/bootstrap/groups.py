@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch.distributed as dist
 
 from flexcomm.bootstrap.abort import abort_job_on_exception
-from flexcomm.bootstrap.mpi_job import library_name, meet, world_communicator
+from flexcomm.bootstrap.mpi_job import barrier_with_timeout, library_name, world_communicator
 from flexcomm.bootstrap.rendezvous import start_torch
 from flexcomm.device import HOST, KINDS, backend_for, find_native, native_backend
 from flexcomm.errors import InvalidArgumentError, TopologyError, TransportUnavailableError
@@ -171,7 +171,7 @@ class GroupFactory:
 
     def _mpi(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]]) -> MPITransport:
         color = self._own(groups)
-        meet(comm, self.timeout_s)
+        barrier_with_timeout(comm, self.timeout_s)
         transport = MPITransport(comm.Split(color, groups[color].index(self.rank_info.rank)), self.timeout_s)
         self.closers.append(transport.close)
         return transport

@@ -14,7 +14,13 @@ from flexcomm.transport.operation import Expired
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["library_name", "meet", "place_in_shared_memory", "started_communicator", "world_communicator"]
+__all__ = [
+    "barrier_with_timeout",
+    "library_name",
+    "place_in_shared_memory",
+    "started_communicator",
+    "world_communicator",
+]
 
 
 def world_communicator() -> MPI.Intracomm:
@@ -38,7 +44,7 @@ def started_communicator() -> MPI.Intracomm | None:
     return world
 
 
-def meet(comm: MPI.Intracomm, timeout_s: float) -> None:
+def barrier_with_timeout(comm: MPI.Intracomm, timeout_s: float) -> None:
     """Return when every rank has come here. MPI's constructors of communicators wait for all, and know no deadline."""
     request = start_request([iter([[comm.Ibarrier()]])], "mpi")
     try:

@@ -90,7 +90,7 @@ def start_torch(rank_info: RankInfo, *, control: Transport | None, timeout_s: fl
 
 def find_meeting(rank_info: RankInfo, control: Transport | None, environ: Mapping[str, str]) -> Meeting:
     if control is not None:
-        return meet_over(control, environ)
+        return exchange_address(control, environ)
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         return Meeting(environ["MASTER_ADDR"], port_from(environ))
     if "SLURM_STEP_NODELIST" in environ:
@@ -146,7 +146,7 @@ class Offer:
         return Offer(str(fields["host"]), int(fields["port"]), addresses, bool(fields["is_open"]))
 
 
-def meet_over(control: Transport, environ: Mapping[str, str]) -> Meeting:
+def exchange_address(control: Transport, environ: Mapping[str, str]) -> Meeting:
     """Where rank 0 says: at the place its environment names, or at a store it opens on a free port."""
     store, record = None, torch.zeros(RECORD_BYTES, dtype=torch.uint8)
     if control.rank == 0:

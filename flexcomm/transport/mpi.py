@@ -26,11 +26,11 @@ from flexcomm.transport.staging import (
     deliver_all,
     gather_output,
     gatherv_output,
-    landing,
-    landing_filled,
     readable,
-    readable_beside,
+    readable_apart,
     scatter_output,
+    staging_buffer,
+    staging_buffer_filled,
 )
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class MPITransport:
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         out = gather_output(x, out, self.size)
-        place = landing(out, in_reach=reaches(out))
-        source = readable_beside(x, place, in_reach=reaches(x))
+        place = staging_buffer(out, in_reach=reaches(out))
+        source = readable_apart(x, place, in_reach=reaches(x))
         if self.size > _PAIR and source.nbytes >= _SHORTEST_IN_A_RING:
             work = self._start_chains(self._rings(source, place.buffer), x, out)
         else:
@@ -108,8 +108,8 @@ class MPITransport:
     def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
         check_counts(x, counts, self.rank, self.size)
         out = gatherv_output(x, counts, out)
-        place = landing(out, in_reach=reaches(out))
-        source = readable_beside(x, place, in_reach=reaches(x))
+        place = staging_buffer(out, in_reach=reaches(out))
+        source = readable_apart(x, place, in_reach=reaches(x))
         work = self._start(
             lambda: self._comm.Iallgatherv(moved_part(source), moved_parts(place.buffer, counts)), x, out
         )
@@ -121,7 +121,7 @@ class MPITransport:
         from mpi4py import MPI
 
         check_reducible(x)
-        place = landing_filled(x, in_reach=reaches(x))
+        place = staging_buffer_filled(x, in_reach=reaches(x))
         work = self._start(
             lambda: self._comm.Iallreduce(MPI.IN_PLACE, summed(place.buffer), sum_of(place.buffer.dtype)), x
         )
@@ -130,8 +130,8 @@ class MPITransport:
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_reducible(x)
         out = scatter_output(x, out, self.size)
-        place = landing(out, in_reach=reaches(out))
-        source = readable_beside(x, place, in_reach=reaches(x))
+        place = staging_buffer(out, in_reach=reaches(out))
+        source = readable_apart(x, place, in_reach=reaches(x))
         work = self._start(
             lambda: self._comm.Ireduce_scatter_block(
                 summed(source, parts=self.size), summed(place.buffer), sum_of(source.dtype)
@@ -143,7 +143,7 @@ class MPITransport:
 
     def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
         check_peer(root, self.size)
-        place = landing_filled(x, in_reach=reaches(x))
+        place = staging_buffer_filled(x, in_reach=reaches(x))
         work = self._start(lambda: self._comm.Ibcast(moved(place.buffer), root), x)
         return self._operation("broadcast", work, place.deliver, keep=place)
 
@@ -152,7 +152,7 @@ class MPITransport:
     ) -> Operation[tuple[Tensor, ...]]:
         received = copy_to_self(sends, receives, self.rank, self.size)
         sources = [(peer, readable(x, in_reach=reaches(x))) for peer, x in sends if peer != self.rank]
-        places = [(peer, landing(x, in_reach=reaches(x))) for peer, x in receives if peer != self.rank]
+        places = [(peer, staging_buffer(x, in_reach=reaches(x))) for peer, x in receives if peer != self.rank]
         work = self._start(
             lambda: [
                 *(self._comm.Irecv(moved(place.buffer), peer) for peer, place in places),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "Landing",
+    "StagingBuffer",
     "as_bytes",
     "check_counts",
     "check_peer",
@@ -26,11 +26,11 @@ __all__ = [
     "deliver_all",
     "gather_output",
     "gatherv_output",
-    "landing",
-    "landing_filled",
     "readable",
-    "readable_beside",
+    "readable_apart",
     "scatter_output",
+    "staging_buffer",
+    "staging_buffer_filled",
 ]
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def readable(x: Tensor, *, in_reach: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Landing:
+class StagingBuffer:
     """Where the cable writes, and the tensor that shall hold what it wrote."""
 
     buffer: Tensor
@@ -73,30 +73,30 @@ class Landing:
         return self.target
 
 
-def landing(target: Tensor, *, in_reach: bool) -> Landing:
+def staging_buffer(target: Tensor, *, in_reach: bool) -> StagingBuffer:
     """A flat contiguous buffer for ``target``: its own memory where that is possible."""
     check_writable(target)
     if in_reach and target.is_contiguous():
-        return Landing(target.detach().view(-1), target)
+        return StagingBuffer(target.detach().view(-1), target)
     device = target.device if in_reach else torch.device("cpu")
     pinned = not in_reach and may_pin_for(target)
-    return Landing(torch.empty(target.numel(), dtype=target.dtype, device=device, pin_memory=pinned), target)
+    return StagingBuffer(torch.empty(target.numel(), dtype=target.dtype, device=device, pin_memory=pinned), target)
 
 
-def landing_filled(target: Tensor, *, in_reach: bool) -> Landing:
-    """As :func:`landing`, the buffer holding what ``target`` holds: for verbs that work in place."""
+def staging_buffer_filled(target: Tensor, *, in_reach: bool) -> StagingBuffer:
+    """As :func:`staging_buffer`, the buffer holding what ``target`` holds: for verbs that work in place."""
     check_writable(target)
-    return Landing(readable(target, in_reach=in_reach), target)
+    return StagingBuffer(readable(target, in_reach=in_reach), target)
 
 
-def deliver_all(places: Sequence[tuple[int, Landing]], result: T) -> T:
+def deliver_all(places: Sequence[tuple[int, StagingBuffer]], result: T) -> T:
     """The ``result`` of an exchange, all of it in place."""
     for _, place in places:
         place.deliver()
     return result
 
 
-def readable_beside(x: Tensor, place: Landing, *, in_reach: bool) -> Tensor:
+def readable_apart(x: Tensor, place: StagingBuffer, *, in_reach: bool) -> Tensor:
     """As :func:`readable`, in other memory than ``place``: backends differ on inputs that are part of the output."""
     source = readable(x, in_reach=in_reach)
     start, end = source.data_ptr(), source.data_ptr() + source.nbytes

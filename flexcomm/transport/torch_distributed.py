@@ -27,11 +27,11 @@ from flexcomm.transport.staging import (
     deliver_all,
     gather_output,
     gatherv_output,
-    landing,
-    landing_filled,
     readable,
-    readable_beside,
+    readable_apart,
     scatter_output,
+    staging_buffer,
+    staging_buffer_filled,
 )
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class TorchTransport:
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         out = gather_output(x, out, self.size)
-        place = landing(out, in_reach=self._reaches(out))
-        source = readable_beside(x, place, in_reach=self._reaches(x))
+        place = staging_buffer(out, in_reach=self._reaches(out))
+        source = readable_apart(x, place, in_reach=self._reaches(x))
         if self.name == "gloo" and self.size == _PAIR:
             return self._send_recv("all_gather", [(peer, source) for peer in range(_PAIR)], list(enumerate(out)), out)
         work = self._start(
@@ -81,21 +81,21 @@ class TorchTransport:
 
     def all_reduce(self, x: Tensor) -> Operation[Tensor]:
         check_reducible(x)
-        place = landing_filled(x, in_reach=self._reaches(x))
+        place = staging_buffer_filled(x, in_reach=self._reaches(x))
         work = self._start(lambda: dist.all_reduce(place.buffer, group=self._group, async_op=True))
         return self._operation("all_reduce", work, place.deliver, keep=place)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_reducible(x)
         out = scatter_output(x, out, self.size)
-        place = landing(out, in_reach=self._reaches(out))
-        source = readable_beside(x, place, in_reach=self._reaches(x))
+        place = staging_buffer(out, in_reach=self._reaches(out))
+        source = readable_apart(x, place, in_reach=self._reaches(x))
         work = self._start(lambda: dist.reduce_scatter_single(place.buffer, source, group=self._group, async_op=True))
         return self._operation("reduce_scatter", work, place.deliver, keep=(source, place))
 
     def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
         check_peer(root, self.size)
-        place = landing_filled(x, in_reach=self._reaches(x))
+        place = staging_buffer_filled(x, in_reach=self._reaches(x))
         work = self._start(
             lambda: dist.broadcast(as_bytes(place.buffer), group=self._group, group_src=root, async_op=True)
         )
@@ -112,7 +112,9 @@ class TorchTransport:
         """Exchange messages; hand over the result, which is what they are received into."""
         copy_to_self(sends, receives, self.rank, self.size)
         sources = [(peer, readable(x, in_reach=self._reaches(x))) for peer, x in sends if self._crosses(peer, x)]
-        places = [(peer, landing(x, in_reach=self._reaches(x))) for peer, x in receives if self._crosses(peer, x)]
+        places = [
+            (peer, staging_buffer(x, in_reach=self._reaches(x))) for peer, x in receives if self._crosses(peer, x)
+        ]
         messages = [
             *(
                 dist.P2POp(dist.irecv, as_bytes(place.buffer), group=self._group, group_peer=peer)

@@ -116,7 +116,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._skips = False
         self._is_ready = False
         super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **INITIAL_STATE})
-        self._inner.adopt(self)
+        self._inner.take_over_state(self)
         self.defaults |= optimizer.defaults
         self._monitor = None if control is None else ConsensusMonitor(control, self._world, self.param_groups)
         self._replica_state = ReplicaState(self._world)
@@ -291,7 +291,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         buckets = self._all_buckets()
         for bucket in buckets:
             bucket.wait_received()
-        initial = self._inner.outline(self)
+        initial = self._inner.initial_states(self)
         for bucket in buckets:
             bucket.accept_changes()
         return initial

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import flexcomm
 from flexcomm import testing
-from flexcomm.bootstrap.mpi_job import meet
+from flexcomm.bootstrap.mpi_job import barrier_with_timeout
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError, TransportError
 from flexcomm.transport import LoopbackTransport, MPITransport
 from flexcomm.transport import mpi as mpi_room
@@ -67,10 +67,10 @@ def test_ranks_that_do_not_come_to_connect_are_waited_for_no_longer_than_the_dea
     comm = MPI.COMM_WORLD.Dup()
     if world.topology.rank == 0:
         with pytest.raises(DeadlineExceededError, match=r"rank 0 of \d waited 0\.3 s for the others"):
-            meet(comm, 0.3)
+            barrier_with_timeout(comm, 0.3)
     world.control.barrier().wait()
     if world.topology.rank > 0:
-        meet(comm, 30)
+        barrier_with_timeout(comm, 30)
     world.control.barrier().wait()
 
 

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_COUNTS",
-    "Outline",
+    "PreparedPlan",
     "as_floats",
     "as_words",
     "before_of",
     "bits_before",
     "coding_of",
     "magnitude_bits",
-    "outline_of",
+    "prepare_plan",
     "sections_of",
     "source_of",
     "target_of",
@@ -95,7 +95,7 @@ def views_of(words: NDArray[np.uint32]) -> Words:
     return Words(words, words.view(np.uint16), words.view(np.int8))
 
 
-class Outline(NamedTuple):
+class PreparedPlan(NamedTuple):
     """What the loops are told of a plan, made once: its numbers, and the lists of operations there and back.
 
     A pair of lists is for the columns of a chunk and for its rows.
@@ -107,7 +107,7 @@ class Outline(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def outline_of(plan: TensorPlan) -> Outline:
+def prepare_plan(plan: TensorPlan) -> PreparedPlan:
     height, width = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
     check_implemented("cpu", plan, SELECTIONS, CODES)
     selection = Selection.EVERYTHING if plan.sends_everything else plan.selection
@@ -132,7 +132,7 @@ def outline_of(plan: TensorPlan) -> Outline:
         key=NO_SAMPLE_KEY.key,
         start=NO_SAMPLE_KEY.start,
     )
-    return Outline(
+    return PreparedPlan(
         job,
         (_transform(height, inverse=False), _transform(width, inverse=False)),
         (_transform(height, inverse=True), _transform(width, inverse=True)),
@@ -150,16 +150,16 @@ def with_key(job: Job, sample_key: SampleKey) -> Job:
     return job if sample_key is NO_SAMPLE_KEY else job._replace(key=sample_key.key, start=sample_key.start)
 
 
-def source_of(x: Tensor, plan: TensorPlan, momentum: Momentum, outline: Outline) -> Source:
+def source_of(x: Tensor, plan: TensorPlan, momentum: Momentum, prepared: PreparedPlan) -> Source:
     """Return what the loops read."""
     decay, factor = np.float32(momentum.decay), np.float32(plan.scale(momentum.gain))
     stays = np.float32(1.0 - momentum.alpha)
-    return Source(_memory(x), as_floats(momentum.state), decay, factor, stays, *outline.forward)
+    return Source(_memory(x), as_floats(momentum.state), decay, factor, stays, *prepared.forward)
 
 
-def target_of(out: Tensor, plan: TensorPlan, outline: Outline) -> Source:
+def target_of(out: Tensor, plan: TensorPlan, prepared: PreparedPlan) -> Source:
     """Return what the loops write."""
-    return Source(_memory(out), _NO_FLOATS, _ONE, np.float32(plan.scale(1.0)), _ZERO, *outline.inverse)
+    return Source(_memory(out), _NO_FLOATS, _ONE, np.float32(plan.scale(1.0)), _ZERO, *prepared.inverse)
 
 
 def before_of(counts: Sequence[Tensor]) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexcomm.kernels.cpu.compiler import compiled
-from flexcomm.kernels.cpu.records import Desk, Tiles
+from flexcomm.kernels.cpu.records import Scratch, Tiles
 from flexcomm.kernels.cpu.transform import lanes_of, load_chunks
 from flexcomm.kernels.plan import Selection
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Floats, Int, Ints
     from flexcomm.kernels.cpu.records import Job, Source
 
-__all__ = ["MAGNITUDE", "accumulate", "fill_magnitudes", "load_rows", "make_desk", "make_tiles"]
+__all__ = ["MAGNITUDE", "accumulate", "fill_magnitudes", "load_rows", "make_scratch", "make_tiles"]
 
 MAGNITUDE = 0x7FFFFFFF
 _LARGEST = int(Selection.LARGEST)
@@ -36,11 +36,11 @@ def make_tiles(source: Source, job: Job) -> Tiles:
 
 
 @compiled
-def make_desk(job: Job) -> Desk:
+def make_scratch(job: Job) -> Scratch:
     length, lanes, spread = job.chunk_numel, lanes_of(job), 64
     while job.selection == _LARGEST and spread < 2 * job.k:
         spread *= 2
-    return Desk(
+    return Scratch(
         np.empty((lanes + 2) * length + 1, np.int32),
         np.empty(lanes * length, np.float32),
         np.empty(lanes, np.int64),

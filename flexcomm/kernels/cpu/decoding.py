@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexcomm.kernels.cpu.coefficients import make_desk, make_tiles
+from flexcomm.kernels.cpu.coefficients import make_scratch, make_tiles
 from flexcomm.kernels.cpu.compiler import compiled, kept
 from flexcomm.kernels.cpu.indices import entries_before, get_index_run
 from flexcomm.kernels.cpu.records import Coding
@@ -17,7 +17,7 @@ from flexcomm.kernels.plan import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Floats, Int, Ints, Longs
-    from flexcomm.kernels.cpu.records import Desk, Job, Source, Words
+    from flexcomm.kernels.cpu.records import Job, Scratch, Source, Words
 
 __all__ = ["decode_chunks"]
 
@@ -33,7 +33,7 @@ def decode_chunks(
 
     ``sections[sender]`` holds where indices, scales and values begin, in words, and then how indices are written.
     """
-    tiles, desk, lanes = make_tiles(target, job), make_desk(job), lanes_of(job)
+    tiles, scratch, lanes = make_tiles(target, job), make_scratch(job), lanes_of(job)
     given, touched = np.zeros(lanes * job.chunk_numel, np.int32), np.empty(lanes * job.chunk_numel + 1, np.int32)
     # Where indices are not sent, everybody sends the same ones.
     senders = sections.shape[0]
@@ -43,10 +43,10 @@ def decode_chunks(
         total = tiles.coefs.reshape(-1)[: many * job.chunk_numel]
         total[:] = _ZERO
         for sender in range(senders):
-            count = get_entries(begin, many, job, words, sections[sender], before, sender, desk)
-            add(total, count, desk)
+            count = get_entries(begin, many, job, words, sections[sender], before, sender, scratch)
+            add(total, count, scratch)
             if counted:
-                places = count_contributors(given, touched, places, count, desk)
+                places = count_contributors(given, touched, places, count, scratch)
         if counted:
             divide_by_contributors(total, given, touched, places)
         elif senders > 1:
@@ -57,26 +57,26 @@ def decode_chunks(
 
 @compiled
 def get_entries(
-    first: Int, many: Int, job: Job, words: Words, sections: Longs, before: Longs, sender: Int, desk: Desk
+    first: Int, many: Int, job: Job, words: Words, sections: Longs, before: Longs, sender: Int, scratch: Scratch
 ) -> Int:
-    """Fill ``desk`` with what a sender sent of some chunks; return how many entries that is."""
+    """Fill ``scratch`` with what a sender sent of some chunks; return how many entries that is."""
     start = entries_before(before, sender, first, job.k)
     coding = Coding(sections[3], sections[4], sections[5], sections[6])
     for i in range(many):
-        desk.counts[i] = entries_before(before, sender, first + i + 1, job.k)
-        desk.counts[i] -= entries_before(before, sender, first + i, job.k)
+        scratch.counts[i] = entries_before(before, sender, first + i + 1, job.k)
+        scratch.counts[i] -= entries_before(before, sender, first + i, job.k)
     count = entries_before(before, sender, first + many, job.k) - start
     if coding.code != _NO_INDEX:
-        get_index_run(words.full, 32 * sections[0], first, many, job, coding, start, desk)
+        get_index_run(words.full, 32 * sections[0], first, many, job, coding, start, scratch)
     elif sender == 0:
-        pick_chunks(first, many, job, before, desk.few, desk)
-    get_values(words, 32 * sections[2] + start * job.value_bits, sections[1], first, many, job, count, desk)
+        pick_chunks(first, many, job, before, scratch.few, scratch)
+    get_values(words, 32 * sections[2] + start * job.value_bits, sections[1], first, many, job, count, scratch)
     return count
 
 
 @compiled
-def add(total: Floats, count: Int, desk: Desk) -> None:
-    sent, picks = desk.taken, desk.picks
+def add(total: Floats, count: Int, scratch: Scratch) -> None:
+    sent, picks = scratch.taken, scratch.picks
     if count == total.size:
         for i in range(count):
             total[i] += sent[i]
@@ -86,10 +86,10 @@ def add(total: Floats, count: Int, desk: Desk) -> None:
 
 
 @compiled
-def count_contributors(given: Ints, touched: Ints, places: Int, count: Int, desk: Desk) -> Int:
+def count_contributors(given: Ints, touched: Ints, places: Int, count: Int, scratch: Scratch) -> Int:
     """Count one more sender of each pick; return how many places were picked so far, which ``touched`` lists."""
     for entry in range(count):
-        at = desk.picks[entry]
+        at = scratch.picks[entry]
         touched[places] = at
         places += given[at] == 0
         given[at] += np.int32(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flexcomm.kernels.cpu.bits import put
-from flexcomm.kernels.cpu.coefficients import MAGNITUDE, accumulate, fill_magnitudes, make_desk, make_tiles
+from flexcomm.kernels.cpu.coefficients import MAGNITUDE, accumulate, fill_magnitudes, make_scratch, make_tiles
 from flexcomm.kernels.cpu.compiler import compiled, kept
 from flexcomm.kernels.cpu.floats import to_bits
 from flexcomm.kernels.cpu.indices import entries_before, put_index_run
@@ -16,7 +16,7 @@ from flexcomm.kernels.plan import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, Longs
-    from flexcomm.kernels.cpu.records import Coding, Desk, Job, Source, Target
+    from flexcomm.kernels.cpu.records import Coding, Job, Scratch, Source, Target
 
 __all__ = ["encode_chunks", "write_counts"]
 
@@ -29,7 +29,13 @@ def encode_chunks(
     first: Int, last: Int, source: Source, next_state: Floats, job: Job, coding: Coding, before: Longs, target: Target
 ) -> Int:
     """Encode chunks; return how many of the sent coefficients are not finite, which only a broken state can cause."""
-    tiles, desk, lanes, length, broken = make_tiles(source, job), make_desk(job), lanes_of(job), job.chunk_numel, 0
+    tiles, scratch, lanes, length, broken = (
+        make_tiles(source, job),
+        make_scratch(job),
+        lanes_of(job),
+        job.chunk_numel,
+        0,
+    )
     for begin in range(first, last, lanes):
         many = min(lanes, last - begin)
         load_chunks(source, begin, many, job, tiles)
@@ -39,44 +45,44 @@ def encode_chunks(
         accumulate(rows, tiles.coefs.reshape(-1), begin, source)
         if job.needs_magnitudes:
             fill_magnitudes(magnitudes, rows)
-        count = pick_chunks(begin, many, job, before, magnitudes, desk)
-        take(rows, count, desk)
-        broken += count_broken(desk.taken, count)
+        count = pick_chunks(begin, many, job, before, magnitudes, scratch)
+        take(rows, count, scratch)
+        broken += count_broken(scratch.taken, count)
         start = entries_before(before, 0, begin, job.k)
         if coding.code != _NO_INDEX:
-            put_index_run(target.indices, target.index_origin, begin, many, job, coding, start, desk)
-        put_values(target, start * job.value_bits - target.value_origin, begin, many, job, count, desk)
-        give_back(rows, count, desk, source.stays)
+            put_index_run(target.indices, target.index_origin, begin, many, job, coding, start, scratch)
+        put_values(target, start * job.value_bits - target.value_origin, begin, many, job, count, scratch)
+        give_back(rows, count, scratch, source.stays)
     return broken
 
 
 @compiled
-def take(rows: Floats, count: Int, desk: Desk) -> None:
+def take(rows: Floats, count: Int, scratch: Scratch) -> None:
     """Lay what was picked one behind the other."""
     if count == rows.size:
-        desk.taken[:count] = rows
+        scratch.taken[:count] = rows
         return
     for entry in range(count):
-        desk.taken[entry] = rows[desk.picks[entry]]
+        scratch.taken[entry] = rows[scratch.picks[entry]]
 
 
 @compiled
-def give_back(rows: Floats, count: Int, desk: Desk, stays: Float) -> None:
+def give_back(rows: Floats, count: Int, scratch: Scratch, stays: Float) -> None:
     """Put what was not sent of the picked coefficients where they were, and the share of what was that stays."""
     if stays != 0:
-        add_what_stays(rows, count, desk, stays)
+        add_what_stays(rows, count, scratch, stays)
     if count == rows.size:
-        rows[:] = desk.taken[:count]
+        rows[:] = scratch.taken[:count]
         return
     for entry in range(count):
-        rows[desk.picks[entry]] = desk.taken[entry]
+        rows[scratch.picks[entry]] = scratch.taken[entry]
 
 
 @compiled
-def add_what_stays(rows: Floats, count: Int, desk: Desk, stays: Float) -> None:
+def add_what_stays(rows: Floats, count: Int, scratch: Scratch, stays: Float) -> None:
     for entry in range(count):
-        picked = rows[entry] if count == rows.size else rows[desk.picks[entry]]
-        desk.taken[entry] += stays * (picked - desk.taken[entry])
+        picked = rows[entry] if count == rows.size else rows[scratch.picks[entry]]
+        scratch.taken[entry] += stays * (picked - scratch.taken[entry])
 
 
 @compiled

@@ -13,7 +13,7 @@ from flexcomm.kernels.plan import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs
-    from flexcomm.kernels.cpu.records import Coding, Desk, Job
+    from flexcomm.kernels.cpu.records import Coding, Job, Scratch
 
 __all__ = ["all_increase", "entries_before", "get_index_run", "put_index_run"]
 
@@ -31,17 +31,17 @@ def entries_before(before: Longs, sender: Int, chunk: Int, k: Int) -> Int:
 
 @compiled
 def put_index_run(
-    words: FullWords, origin: Int, first: Int, many: Int, job: Job, coding: Coding, start: Int, desk: Desk
+    words: FullWords, origin: Int, first: Int, many: Int, job: Job, coding: Coding, start: Int, scratch: Scratch
 ) -> None:
     """Write the picks of chunks whose first is preceded by ``start`` entries."""
     length, done = job.chunk_numel, 0
     if is_short(coding, job):
-        put_short_run(words, origin, first, many, job, coding, desk.picks)
+        put_short_run(words, origin, first, many, job, coding, scratch.picks)
         return
     for i in range(many):
         position = (start + done) * coding.entry_bits + (first + i) * coding.chunk_bits
-        put_indices(words, position - origin, coding, desk.picks, done, desk.counts[i], i * length)
-        done += desk.counts[i]
+        put_indices(words, position - origin, coding, scratch.picks, done, scratch.counts[i], i * length)
+        done += scratch.counts[i]
 
 
 @compiled
@@ -81,17 +81,17 @@ def put_indices(words: FullWords, position: Int, coding: Coding, picks: Ints, at
 
 @compiled
 def get_index_run(
-    words: FullWords, origin: Int, first: Int, many: Int, job: Job, coding: Coding, start: Int, desk: Desk
+    words: FullWords, origin: Int, first: Int, many: Int, job: Job, coding: Coding, start: Int, scratch: Scratch
 ) -> None:
     """Read what :func:`put_index_run` wrote."""
     length, done = job.chunk_numel, 0
     if is_short(coding, job):
-        get_short_run(words, origin, first, many, job, coding, desk.picks)
+        get_short_run(words, origin, first, many, job, coding, scratch.picks)
         return
     for i in range(many):
         position = origin + (start + done) * coding.entry_bits + (first + i) * coding.chunk_bits
-        get_indices(words, position, coding, length, desk.counts[i], desk.picks, done, i * length)
-        done += desk.counts[i]
+        get_indices(words, position, coding, length, scratch.counts[i], scratch.picks, done, i * length)
+        done += scratch.counts[i]
 
 
 @compiled

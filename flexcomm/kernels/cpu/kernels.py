@@ -10,7 +10,7 @@ import torch
 from flexcomm.kernels.base import Average, Momentum, Payload, PayloadError, ThresholdCounts
 from flexcomm.kernels.counting import BINS, fill_up, raise_threshold
 from flexcomm.kernels.cpu import checking, thresholds
-from flexcomm.kernels.cpu.arguments import as_words, magnitude_bits, outline_of, source_of
+from flexcomm.kernels.cpu.arguments import as_words, magnitude_bits, prepare_plan, source_of
 from flexcomm.kernels.cpu.coefficients import MAGNITUDE
 from flexcomm.kernels.cpu.mixer import mixer_of
 from flexcomm.kernels.cpu.prepared import CpuReader, CpuWriter
@@ -46,8 +46,8 @@ class CpuKernels:
         return bool(max(run(shares, lambda first, last: checking.largest_bits(bits[first:last], mask))) < limit)
 
     def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
-        outline, shares = outline_of(plan), cut_up(plan.chunks, plan.chunks * plan.chunk_numel, self._threads)
-        job, source = outline.job, source_of(x.contiguous(), plan, momentum, outline)
+        prepared, shares = prepare_plan(plan), cut_up(plan.chunks, plan.chunks * plan.chunk_numel, self._threads)
+        job, source = prepared.job, source_of(x.contiguous(), plan, momentum, prepared)
 
         def count(bound: int) -> Tensor:
             counts = np.zeros(plan.chunks, np.int64)

@@ -16,7 +16,7 @@ from flexcomm.kernels.cpu.arguments import (
     before_of,
     bits_before,
     coding_of,
-    outline_of,
+    prepare_plan,
     sections_of,
     source_of,
     target_of,
@@ -46,7 +46,7 @@ class CpuWriter:
 
     def __init__(self, words: Tensor, plan: TensorPlan, layout: Layout, threads: int | None) -> None:
         self._plan, self._threads = plan, threads
-        self._outline, self._coding = outline_of(plan), coding_of(layout)
+        self._prepared, self._coding = prepare_plan(plan), coding_of(layout)
         self._words = as_words(words)
         scales, values = self._words[layout.scales :].view(np.uint16), views_of(self._words[layout.values :])
         self._target = Target(self._words[layout.indices :], 0, scales, values, 0)
@@ -58,8 +58,8 @@ class CpuWriter:
         plan = self._plan
         if plan.chunks == 0:
             return True
-        job = with_key(self._outline.job, sample_key)
-        source, next_state = source_of(x.contiguous(), plan, momentum, self._outline), as_floats(momentum.next_state)
+        job = with_key(self._prepared.job, sample_key)
+        source, next_state = source_of(x.contiguous(), plan, momentum, self._prepared), as_floats(momentum.next_state)
         if threshold is not None:
             return self._encode_variable_(source, next_state, job._replace(tau_bits=threshold.tau_bits), threshold)
         broken = run(
@@ -74,19 +74,19 @@ class CpuWriter:
         self, source: Source, next_state: NDArray[np.float32], job: Job, threshold: ThresholdCounts
     ) -> bool:
         target, coding, before = self._target, self._coding, before_of([threshold.counts])
-        pieces: list[_Piece] = []
+        ranges: list[_WordRange] = []
 
         def encode(first: int, last: int) -> int:
             begin, end = (bits_before(before, chunk, job, coding) for chunk in (first, last))
-            indices = _Piece(target.indices, begin[0], end[0])
-            values = _Piece(target.values.full, begin[1], end[1])
-            pieces.extend((indices, values))
+            indices = _WordRange(target.indices, begin[0], end[0])
+            values = _WordRange(target.values.full, begin[1], end[1])
+            ranges.extend((indices, values))
             mine = Target(indices.words, indices.origin, target.scales, views_of(values.words), values.origin)
             return int(encoding.encode_chunks(first, last, source, next_state, job, coding, before, mine))
 
         encoding.write_counts(self._words, threshold.counts.numpy(), self._plan.chunk_numel.bit_length())
         broken = run(self._shares(), encode)
-        for piece in pieces:
+        for piece in ranges:
             piece.join_()
         return not any(broken)
 
@@ -95,7 +95,7 @@ class CpuWriter:
         return cut_up(chunks, chunks * self._plan.chunk_numel, self._threads, _CHUNKS_PER_WORD)
 
 
-class _Piece:
+class _WordRange:
     """Words for one share of a variable payload, which may meet its neighbours' inside a word; joined afterwards."""
 
     def __init__(self, target: NDArray[np.uint32], first_bit: int, last_bit: int) -> None:
@@ -111,7 +111,7 @@ class CpuReader:
     """The places of the payloads that several senders sent of one tensor."""
 
     def __init__(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan, threads: int | None) -> None:
-        self._plan, self._threads, self._outline = plan, threads, outline_of(plan)
+        self._plan, self._threads, self._prepared = plan, threads, prepare_plan(plan)
         self._words = views_of(as_words(words))
         self._sections = np.array([sections_of(payload) for payload in payloads], np.int64)
         counts = [payload.counts for payload in payloads if payload.counts is not None]
@@ -123,7 +123,7 @@ class CpuReader:
         errors = run(
             self._shares(),
             lambda first, last: checking.find_error_in_payloads(
-                first, last, self._outline.job, self._words, self._sections, self._before
+                first, last, self._prepared.job, self._words, self._sections, self._before
             ),
         )
         return PayloadError(min(error for error in errors if error)) if any(errors) else PayloadError.NONE
@@ -132,7 +132,7 @@ class CpuReader:
         if self._plan.chunks == 0:
             return
         dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        job, target = with_key(self._outline.job, sample_key), target_of(dense, self._plan, self._outline)
+        job, target = with_key(self._prepared.job, sample_key), target_of(dense, self._plan, self._prepared)
         by_contributors = int(average == "contributors")
         run(
             self._shares(),

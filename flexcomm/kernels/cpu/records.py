@@ -13,9 +13,9 @@ __all__ = [
     "FLOAT32",
     "FLOAT64",
     "Coding",
-    "Desk",
     "Job",
     "Memory",
+    "Scratch",
     "Source",
     "Target",
     "Tiles",
@@ -123,7 +123,7 @@ class Tiles(NamedTuple):
     turned: Floats
 
 
-class Desk(NamedTuple):
+class Scratch(NamedTuple):
     """Memory for selection and values: ``picks`` and ``taken`` of all lanes, the rest of one chunk.
 
     Picks are places in the rows of all lanes, one behind the other.

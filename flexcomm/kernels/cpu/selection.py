@@ -13,7 +13,7 @@ from flexcomm.kernels.plan import Selection
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Int, Ints, Longs
-    from flexcomm.kernels.cpu.records import Desk, Job
+    from flexcomm.kernels.cpu.records import Job, Scratch
 
 __all__ = ["SELECTIONS", "pick_chunks"]
 
@@ -178,8 +178,8 @@ def pick_shared(chunk: Int, job: Job, marks: Ints, picks: Ints, base: Int) -> In
 
 
 @compiled
-def pick_chunks(first: Int, many: Int, job: Job, before: Longs, magnitudes: Ints, desk: Desk) -> Int:
-    """Fill ``desk.picks`` and ``desk.counts`` with what is sent of each chunk; return how many that is in all.
+def pick_chunks(first: Int, many: Int, job: Job, before: Longs, magnitudes: Ints, scratch: Scratch) -> Int:
+    """Fill ``scratch.picks`` and ``scratch.counts`` with what is sent of each chunk; return how many that is in all.
 
     Where everything is sent, there are no picks. Where it depends on the data how many are sent of a chunk, the
     differences of ``before[0]`` say.
@@ -187,18 +187,18 @@ def pick_chunks(first: Int, many: Int, job: Job, before: Longs, magnitudes: Ints
     length, total = job.chunk_numel, 0
     for i in range(many):
         # A row of its own, not an offset: where an index could be negative, numba's loops are not made into vectors.
-        row, picks, base = magnitudes[i * length : (i + 1) * length], desk.picks[total:], i * length
+        row, picks, base = magnitudes[i * length : (i + 1) * length], scratch.picks[total:], i * length
         count = 0
         if job.selection == _EVERYTHING:
             count = length
         elif job.selection == _LARGEST:
-            count = pick_largest(row, job.k, desk.tops, desk.few, picks, base)
+            count = pick_largest(row, job.k, scratch.tops, scratch.few, picks, base)
         elif job.selection == _ABOVE:
             reaching = collect(row, job.tau_bits, picks, base)
             count = before[0, first + i + 1] - before[0, first + i]
             drop_last(row, ((job.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT, count, picks, base, reaching)
         elif job.selection == _SHUFFLED or job.selection == _STRIDED:
-            count = pick_shared(first + i, job, desk.few, picks, base)
-        desk.counts[i] = count
+            count = pick_shared(first + i, job, scratch.few, picks, base)
+        scratch.counts[i] = count
         total += count
     return total

@@ -13,7 +13,7 @@ from flexcomm.kernels.plan import ValueCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Ints
-    from flexcomm.kernels.cpu.records import Desk, Job, Target, Words
+    from flexcomm.kernels.cpu.records import Job, Scratch, Target, Words
 
 __all__ = ["CODES", "get_values", "put_values"]
 
@@ -31,30 +31,30 @@ _ZERO = np.float32(0.0)
 
 
 @compiled
-def put_values(target: Target, position: Int, first: Int, many: Int, job: Job, count: Int, desk: Desk) -> None:
+def put_values(target: Target, position: Int, first: Int, many: Int, job: Job, count: Int, scratch: Scratch) -> None:
     """Write all that was taken; scaled codes chunk by chunk, the others in one run."""
     if job.values == _FP32:
-        put_fp32(target.values.full[position >> 5 :], desk.taken, count)
+        put_fp32(target.values.full[position >> 5 :], scratch.taken, count)
     elif job.values == _BF16:
-        put_bf16(target.values.halves[position >> 4 :], desk.taken, count)
+        put_bf16(target.values.halves[position >> 4 :], scratch.taken, count)
     elif job.values == _FP16:
-        put_fp16(target.values.halves[position >> 4 :], desk.taken, count)
+        put_fp16(target.values.halves[position >> 4 :], scratch.taken, count)
     elif job.scales:
         done = 0
         for i in range(many):
-            taken = desk.taken[done : done + desk.counts[i]]
-            put_scaled(target, position + done * job.value_bits, first + i, job, taken, desk)
+            taken = scratch.taken[done : done + scratch.counts[i]]
+            put_scaled(target, position + done * job.value_bits, first + i, job, taken, scratch)
             done += taken.size
 
 
 @compiled
-def put_scaled(target: Target, position: Int, chunk: Int, job: Job, taken: Floats, desk: Desk) -> None:
+def put_scaled(target: Target, position: Int, chunk: Int, job: Job, taken: Floats, scratch: Scratch) -> None:
     if job.values == _INT8:
         put_int8(target.values.bytes[position >> 3 :], target.scales, chunk, taken)
     elif job.values == _SIGN:
-        put_sign(target.values.full, position, target.scales, chunk, taken, desk.sums)
+        put_sign(target.values.full, position, target.scales, chunk, taken, scratch.sums)
     elif job.values == _SIGN2:
-        put_sign2(target.values.full, position, target.scales, chunk, taken, desk.few)
+        put_sign2(target.values.full, position, target.scales, chunk, taken, scratch.few)
 
 
 @compiled
@@ -145,10 +145,10 @@ def get_scale(halves: Halves, section: Int, place: Int) -> Float:
 
 @compiled
 def get_values(
-    words: Words, position: Int, scales: Int, first: Int, many: Int, job: Job, count: Int, desk: Desk
+    words: Words, position: Int, scales: Int, first: Int, many: Int, job: Job, count: Int, scratch: Scratch
 ) -> None:
-    """Read the entries of chunks into ``desk.taken``. ``scales`` is the word at which the scales begin."""
-    sent = desk.taken
+    """Read the entries of chunks into ``scratch.taken``. ``scales`` is the word at which the scales begin."""
+    sent = scratch.taken
     if job.values == _FP32:
         full = words.full[position >> 5 :]
         for entry in range(count):
@@ -164,8 +164,8 @@ def get_values(
     elif job.scales:
         done = 0
         for i in range(many):
-            here = sent[done : done + desk.counts[i]]
-            get_scaled(words, position + done * job.value_bits, scales, first + i, job.values, here, desk.few)
+            here = sent[done : done + scratch.counts[i]]
+            get_scaled(words, position + done * job.value_bits, scales, first + i, job.values, here, scratch.few)
             done += here.size
 
 

@@ -1,0 +1,131 @@
+"""Names use the words of docs/glossary.md: those that were replaced do not come back as names of classes and functions.
+
+A word is gone in one meaning. Where a name uses it in another, the name is allowed below, and the reason with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+REPLACED = {
+    "abandon": "cancel",
+    "adopt": "wrap a process group",
+    "alone": "node_only",
+    "announcement": "rank info",
+    "arrive": "wait_received",
+    "beside": "clone_groups",
+    "cable": "transport, or a cluster's link",
+    "cabling": "process groups",
+    "cargo": "bucket context",
+    "carrier": "comm thread",
+    "contestant": "method",
+    "densified": "dense plan",
+    "desk": "encoder, decoder, or scratch",
+    "envelope": "header",
+    "everybodys": "of all ranks",
+    "fault": "payload error",
+    "feed": "gradient exchange",
+    "flagged": "nonfinite",
+    "habits": "common options",
+    "heard": "received",
+    "incoming": "decoder",
+    "inquiry": "hang report",
+    "itinerary": "sync plan",
+    "joined": "weighted sum",
+    "judge": "monitor",
+    "keeper": "namespace holder",
+    "kept": "k, held, or self weight",
+    "landing": "staging buffer",
+    "lane": "communicator",
+    "ledger": "stats history",
+    "leftovers": "stale clusters",
+    "letter": "message",
+    "lot": "bucket",
+    "luggage": "bucket context",
+    "outgoing": "encoder",
+    "outline": "plan",
+    "piece": "shard",
+    "readiness": "ready buckets",
+    "rooms": "buffer pool",
+    "route": "bucket plan",
+    "scene": "scenario",
+    "settle": "finish",
+    "slot": "state entry",
+    "stage": "bucket",
+    "survey": "threshold counts",
+    "terms": "settings",
+    "trainee": "training run",
+    "trip": "task",
+    "turn": "round",
+    "undo": "rollback",
+    "unfit": "nonfinite",
+    "visits": "cluster runs",
+    "walk": "sync bucket",
+    "walker": "bucket task",
+    "way": "algorithm",
+    "whole": "unsharded",
+}
+
+ALLOWED = {
+    "RateNotKeptError": "a rate that was promised and not kept",
+    "_compare_speed_with_kept_memory": "memory the allocator keeps",
+    "_count_kept": "elements sent",
+    "_is_whole": "a chunk that lies inside the tensor",
+    "_lane_sum": "lanes of a vector unit",
+    "_measure_alone": "without a second process",
+    "_round_trip": "encode and decode",
+    "_stage": "copy to the host",
+    "_turn": "a rotation of the transform",
+    "_warn_not_kept": "kernels that are not kept in the cache",
+    "a_nan_is_everybodys_affair": "a law, in its own words",
+    "alone": "an environment without a launcher's variables",
+    "contributors_alone_can_be_averaged": "a law, in its own words",
+    "is_kept_by": "a bound that is kept",
+    "is_under_way": "not finished",
+    "joined": "vectors put together",
+    "kept": "kernels kept in the cache",
+    "kept_of": "what residuals keep",
+    "lane_sum": "lanes of a vector unit",
+    "lanes_of": "lanes of a vector unit",
+    "large_gathers_may_be_under_way_together": "not finished",
+    "measure_alone": "without communication",
+    "residuals_that_do_not_fit_are_everybodys_affair": "a law, in its own words",
+    "several_are_under_way_at_once": "not finished",
+    "settle_on_address": "agree on an address",
+    "whole_parameters": "parameters gathered from all shards",
+}
+
+
+def words_of(name: str) -> list[str]:
+    return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().strip("_").split("_")
+
+
+def named() -> dict[str, set[str]]:
+    """Return the names of classes and functions, and where they are."""
+    found: dict[str, set[str]] = {}
+    for package in ("flexcomm", "flexdemo", "bench"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    found.setdefault(node.name, set()).add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def plural_of(word: str) -> str:
+    return f"{word}s"
+
+
+def test_words_that_were_replaced_are_gone() -> None:
+    gone = REPLACED.keys() | {plural_of(word) for word in REPLACED}
+    wrong = {
+        name: sorted(places) for name, places in named().items() if name not in ALLOWED and gone & set(words_of(name))
+    }
+    assert not wrong
+
+
+def test_the_list_of_allowed_names_holds_no_others() -> None:
+    assert not ALLOWED.keys() - named().keys(), "take them off the list"
