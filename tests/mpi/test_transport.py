@@ -32,7 +32,7 @@ def test_a_group_of_one_is_a_loopback_and_others_are_mpi(world: flexcomm.World) 
     assert isinstance(world.inter, LoopbackTransport)
 
 
-def test_an_exchange_advances_while_python_does_something_else(world: flexcomm.World) -> None:
+def test_messages_advance_while_python_does_something_else(world: flexcomm.World) -> None:
     """Nobody calls MPI here after the start: 16 MB need many round trips, which only the progress thread can make."""
     x = torch.full((4_000_000,), float(world.topology.rank))
     handle = world.control.all_gather(x)
@@ -52,7 +52,7 @@ def test_a_deadline_is_kept_and_the_communicator_goes_on(world: flexcomm.World) 
     late = None
     if impatient.rank == 0:
         late = impatient.send_recv([], [(last, torch.empty(3))])
-        with pytest.raises(DeadlineExceededError, match=r"exchange over mpi on rank 0 .* waited 0\.3 s"):
+        with pytest.raises(DeadlineExceededError, match=r"send_recv over mpi on rank 0 .* waited 0\.3 s"):
             late.wait()
     world.control.barrier().wait()
     if impatient.rank == last:

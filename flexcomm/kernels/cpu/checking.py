@@ -63,6 +63,10 @@ def all_finite(words: Words, section: Int, job: Job, start: Int, end: Int) -> In
         halves, half = words.halves[2 * section + start : 2 * section + end], np.uint16(job.nonfinite_mask)
         for entry in range(halves.size):
             wrong |= np.int32((halves[entry] & half) == half)
+    elif job.nonfinite_mask:
+        for entry in range(start, end):
+            code = get(words.full, 32 * section + entry * job.value_bits, job.value_bits)
+            wrong |= np.int32((code & job.nonfinite_mask) == job.nonfinite_mask)
     return not wrong
 
 

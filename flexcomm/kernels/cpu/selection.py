@@ -197,7 +197,7 @@ def pick_chunks(first: Int, many: Int, job: Job, before: Longs, magnitudes: Ints
             reaching = collect(row, job.tau_bits, picks, base)
             count = before[0, first + i + 1] - before[0, first + i]
             drop_last(row, ((job.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT, count, picks, base, reaching)
-        elif job.selection == _SHUFFLED or job.selection == _STRIDED:
+        elif not job.needs_magnitudes:
             count = pick_shared(first + i, job, scratch.few, picks, base)
         scratch.counts[i] = count
         total += count
