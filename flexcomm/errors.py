@@ -11,7 +11,7 @@
     ├── WireError                     a received payload is damaged, or not the one expected; nothing was written
     ├── ConfigMismatchError           ranks disagree on what must be equal; raised on all of them, before data moves
     ├── TorchVersionError             this torch lacks a private name that the library needs
-    └── TransportError                a cable, or what was asked of it
+    └── TransportError                a transport, or what was asked of it
         ├── TransportUnavailableError     not installed, no such device, no way to meet the other ranks
         ├── InvalidTensorError            a tensor the verb cannot carry: shape, dtype, size (also a ValueError)
         ├── DeadlineExceededError         a collective did not finish in time (also a TimeoutError)

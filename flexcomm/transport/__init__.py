@@ -1,4 +1,4 @@
-"""Cables: a group of ranks, and the few verbs that move bytes between them."""
+"""Transports: a group of ranks, and the few verbs that move bytes between them."""
 
 from flexcomm.transport.base import Handle, Transport
 from flexcomm.transport.loopback import LoopbackTransport

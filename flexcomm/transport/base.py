@@ -1,4 +1,4 @@
-"""What a cable must be able to do, and what it hands back while it does it."""
+"""The Protocol of a transport, and of the handles it returns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Handle(Protocol[T_co]):
 
 
 class Transport(Protocol):
-    """A group of ranks joined by one kind of cable. :func:`flexcomm.connect` takes one of your own for either leg.
+    """A group of ranks over one backend. :func:`flexcomm.connect` takes one of your own for either leg.
 
     Every verb starts at once and returns a handle. All ranks of the group call the same verbs in the same order with
     equal shapes and dtypes; ``World.agree`` makes sure of that beforehand, because no backend does (unequal sizes
@@ -49,7 +49,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """The kind of cable, for people; equal on all ranks, and with ``mpi`` in it where an MPI is underneath."""
+        """The name of the backend, for people; equal on all ranks, and with ``mpi`` in it where an MPI is underneath."""
         ...
 
     @property

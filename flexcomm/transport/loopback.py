@@ -1,4 +1,4 @@
-"""The cable of a group of one: everything arrives because it is already here."""
+"""The transport of a group of one: everything arrives because it is already here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cable of MPI, through mpi4py's buffer calls.
+"""A transport over MPI, through mpi4py's buffer calls.
 
 Host memory is handed to MPI as it is. Device memory too where the MPI is CUDA-aware, else through pinned host memory;
 MPI knows no streams, so the current one is synchronised first either way. bfloat16 and float16, which MPI has no word

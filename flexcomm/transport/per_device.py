@@ -1,4 +1,4 @@
-"""Two cables side by side, chosen by where a tensor lives: ``auto`` on a machine with GPUs."""
+"""Two transports side by side, chosen by where a tensor lives: ``auto`` on a machine with GPUs."""
 
 from __future__ import annotations
 

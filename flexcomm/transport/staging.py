@@ -1,4 +1,4 @@
-"""Tensors as cables see them: flat, contiguous, in memory the cable can reach; and checks of what a verb was given."""
+"""Tensors as transports see them: flat, contiguous, in memory they can reach; and checks of what a verb was given."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REDUCIBLE = (
 
 
 def readable(x: Tensor, *, in_reach: bool) -> Tensor:
-    """``x`` flat and contiguous; on the host, complete, where the cable cannot reach ``x`` itself."""
+    """``x`` flat and contiguous; on the host, complete, where the transport cannot reach ``x`` itself."""
     check_plain(x)
     # A conjugate or negative view holds other bytes than its numbers say.
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -61,7 +61,7 @@ def readable(x: Tensor, *, in_reach: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class StagingBuffer:
-    """Where the cable writes, and the tensor that shall hold what it wrote."""
+    """The memory a transport writes, and the tensor that shall hold it."""
 
     buffer: Tensor
     target: Tensor

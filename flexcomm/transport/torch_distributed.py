@@ -1,4 +1,4 @@
-"""A cable of ``torch.distributed``: gloo for host memory, NCCL for device memory.
+"""A transport over ``torch.distributed``: gloo for host memory, NCCL for device memory.
 
 gloo's gaps end here: it gathers equal sizes only and knows no 16-bit integers. Data that is only moved travels as
 bytes, and unequal gathers as messages between pairs, which carry exactly what is there (measured between two processes

@@ -28,9 +28,9 @@ def test_torch_is_started_beside_mpi(world: flexcomm.World) -> None:
     assert x.item() == sum(range(world.topology.size))
 
 
-@pytest.mark.parametrize("cables", [("mpi", "mpi"), ("gloo", "mpi"), ("mpi", "gloo"), ("gloo", "gloo")])
-def test_cables_are_chosen_independently(world: flexcomm.World, cables: tuple[str, str]) -> None:
-    intra, inter = cables
+@pytest.mark.parametrize("transports", [("mpi", "mpi"), ("gloo", "mpi"), ("mpi", "gloo"), ("gloo", "gloo")])
+def test_transports_are_chosen_independently(world: flexcomm.World, transports: tuple[str, str]) -> None:
+    intra, inter = transports
     size = world.topology.size
     per_node = 2 if size % 2 == 0 else 1
     with flexcomm.connect(intra=intra, inter=inter, ranks_per_node=per_node, timeout_s=30) as other:

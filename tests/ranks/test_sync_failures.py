@@ -60,10 +60,10 @@ def fall_silent(meeting: str) -> str:
 
 def lose_patience(world: World) -> None:
     """From here on, deadlines are short; connecting may take its time. gloo's reduce_scatter asks its group alone."""
-    for cable in (world.intra, world.inter):
-        if isinstance(cable, TorchTransport):
-            cable.timeout_s = PATIENCE_S
-            cable._group.set_timeout(timedelta(seconds=PATIENCE_S))
+    for transport in (world.intra, world.inter):
+        if isinstance(transport, TorchTransport):
+            transport.timeout_s = PATIENCE_S
+            transport._group.set_timeout(timedelta(seconds=PATIENCE_S))
 
 
 @pytest.mark.parametrize("shape", slow_but([Shape(2, 2)], [Shape(2, 2), Shape(3, 1)]), ids=str)
