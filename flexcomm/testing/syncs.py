@@ -107,7 +107,7 @@ def everything_sent_is_the_mean(world: World, compressor: Compressor) -> None:
 
 
 def bucketing_is_invisible(world: World, compressor: Compressor) -> None:
-    """Where more than two are summed under way, to the rounding of sums: in which order is the transport's own affair."""
+    """Where more than two are summed on the way, to the rounding of sums, whose order is the transport's."""
     ways = algorithms_of(world, compressor, BUCKET_BYTES)
     first, *others = (_after_some_steps(world, compressor, nbytes) for nbytes in (BUCKET_BYTES, 10_000, 1))
     for other in others:

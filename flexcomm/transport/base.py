@@ -49,7 +49,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the backend, for people; equal on all ranks, and with ``mpi`` in it where an MPI is underneath."""
+        """The name of the backend, for people; equal on all ranks, and with ``mpi`` in it over MPI."""
         ...
 
     @property
