@@ -72,6 +72,8 @@ class World:
     _closers: list[Callable[[], None]] = field(default_factory=list)
     _history: StatsHistory = field(default_factory=StatsHistory)
     _clone: Callable[[], tuple[Transport, Transport]] | None = None
+    _passed: tuple[Transport, ...] = ()
+    """Transports that the user passed; only those with a ``clone()`` can be cloned."""
 
     def __repr__(self) -> str:
         intra, inter = describe_transport(self.intra), describe_transport(self.inter)
@@ -114,8 +116,8 @@ class World:
 
     @property
     def can_clone_groups(self) -> bool:
-        """Whether :meth:`clone_groups` is possible: not for a part of a world."""
-        return self._clone is not None
+        """Whether :meth:`clone_groups` is possible: not for a part of a world, or a transport without ``clone()``."""
+        return self._clone is not None and all(hasattr(transport, "clone") for transport in self._passed)
 
     def clone_groups(self) -> World:
         """Return the same ranks with process groups (communicators) of their own; they end with this world.
@@ -288,6 +290,7 @@ def assemble(
             factory.clone_or_make("intra", intra, topology.members),
             factory.clone_or_make("inter", inter, topology.inter_groups),
         ),
+        _passed=tuple(one for one in (intra, inter) if not isinstance(one, str)),
     )
     log.info("%r", world)
     return world
