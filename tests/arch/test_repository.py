@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {
-    "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt",
+    "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt",
     "flexcomm", "flexdemo", "bench", "tests", "ci", "docs", ".ci", ".gitignore",
 }  # fmt: skip
 

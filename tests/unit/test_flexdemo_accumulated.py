@@ -80,7 +80,7 @@ def test_parameters_and_moments_are_those_of_the_pseudo_code(
     window: int, weight_decay: float, decoupled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So few that parameters are cut into pieces.
-    monkeypatch.setattr(accumulated, "_CPU_LOT_NUMEL", 9)
+    monkeypatch.setattr(accumulated, "_CPU_BATCH_NUMEL", 9)
     params = parameters()
     expected = [Transcribed(param.detach().clone(), 0.01, window, weight_decay, decoupled) for param in params]
     optimizer = AccumAdam(params, 0.01, BETAS, weight_decay=weight_decay, window=window, decoupled=decoupled)
@@ -183,7 +183,7 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
 
 
 def test_memory_with_gaps_is_stepped_on_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulated, "_CPU_LOT_NUMEL", 4)
+    monkeypatch.setattr(accumulated, "_CPU_BATCH_NUMEL", 4)
     dense = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
     plain, turned = Parameter(dense.clone()), Parameter(dense.t().contiguous().t())
     for param in (plain, turned):
