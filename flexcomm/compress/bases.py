@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -37,18 +38,18 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Basis(Settings):
+class Basis(Settings, ABC):
     """Coordinates of a tensor, cut into chunks; a base for frozen dataclasses."""
 
     transformed: ClassVar[bool]
 
+    @abstractmethod
     def most_in_a_chunk(self) -> int:
         """Return how many coefficients a chunk holds at most."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cut(self, shape: tuple[int, ...]) -> Cut:
         """Return how a tensor of this shape is cut into chunks."""
-        raise NotImplementedError
 
 
 _FLAT_CHUNK = rule(

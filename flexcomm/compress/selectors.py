@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,7 +27,7 @@ _TAU = rule(
 
 
 @dataclass(frozen=True)
-class Selector(Settings):
+class Selector(Settings, ABC):
     """Settings that say which coefficients of a chunk are sent; a base for frozen dataclasses.
 
     Attributes:
@@ -43,9 +44,9 @@ class Selector(Settings):
     def variable_length(self) -> bool:
         return False
 
+    @abstractmethod
     def choose_k(self, cut: Cut) -> int:
         """Return the plan's ``k`` for a tensor that is cut like this."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
