@@ -58,6 +58,7 @@ class LegThreads:
             "gather_inside": second.intra,
         }
         self._broken: TransportError | None = None
+        self._ended = False
         self._queues: list[SimpleQueue[BucketTask | None]] = [SimpleQueue() for _ in LEGS]
         self._threads = [
             threading.Thread(target=self._run, args=(number,), name=f"flexcomm-{leg}", daemon=True)
@@ -71,17 +72,26 @@ class LegThreads:
         atexit.register(self._stop)
 
     def submit(self, task: BucketTask) -> None:
-        """Have a bucket driven after all those before it."""
+        """Have a bucket driven after all those before it.
+
+        Raises:
+            TransportError: the world is closed, and the threads have ended.
+
+        """
+        if self._ended:
+            raise TransportError("a synchronisation on a world that is closed. Connect again, or close it later.")
         self._queues[0].put(task)
 
     def join(self) -> None:
         """Return when everything under way has arrived; nothing can be submitted afterwards."""
-        atexit.unregister(self._stop)
         self._end()
         for thread in self._threads:
             thread.join()
 
     def _end(self) -> None:
+        """Let the threads end after what was submitted; nothing can be submitted any more."""
+        atexit.unregister(self._stop)
+        self._ended = True
         self._queues[0].put(None)
 
     def _stop(self) -> None:

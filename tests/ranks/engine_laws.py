@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 import flexcomm
@@ -192,6 +193,17 @@ def out_is_untouched_where_one_bucket_of_many_fails(world: World) -> None:
                 raise AssertionError("a NaN passed")
 
 
+def a_world_that_is_closed_refuses_new_calls(world: World) -> None:
+    """Comm threads have ended by then: a call that was handed to them would never be done."""
+    x = torch.ones(100)
+    with flexcomm.connect(ranks_per_node=world.topology.local_size) as other:
+        # More than once, so that the next call needs no comparison of settings, which would refuse it.
+        for _ in range(3):
+            assert torch.equal(flexcomm.start_sync(x, flexcomm.dense(), world=other).wait(), x)
+    with pytest.raises(flexcomm.TransportError, match="closed"):
+        flexcomm.start_sync(x, flexcomm.dense(), world=other).wait()
+
+
 LAWS = {
     law.__name__: law
     for law in (
@@ -199,5 +211,6 @@ LAWS = {
         a_slow_leg_inside_a_node_does_not_delay_the_caller,
         a_call_that_fails_in_the_background_leaves_the_others,
         out_is_untouched_where_one_bucket_of_many_fails,
+        a_world_that_is_closed_refuses_new_calls,
     )
 }
