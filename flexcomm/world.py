@@ -30,7 +30,7 @@ from flexcomm.topology import (
 )
 from flexcomm.torch_versions import log_untested_version
 from flexcomm.transport import LoopbackTransport
-from flexcomm.transport.base import describe_transport
+from flexcomm.transport.base import check_can_clone, describe_transport
 from flexcomm.version import __version__
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class World:
     _closers: list[Callable[[], None]] = field(default_factory=list)
     _history: StatsHistory = field(default_factory=StatsHistory)
     _clone: Callable[[], tuple[Transport, Transport]] | None = None
-    _passed: tuple[Transport, ...] = ()
-    """Transports that the user passed; only those with a ``clone()`` can be cloned."""
+    _passed: Mapping[str, Transport] = field(default_factory=dict)
+    """Transports that the user passed, by leg; only those with a ``clone()`` can be cloned."""
 
     def __repr__(self) -> str:
         intra, inter = describe_transport(self.intra), describe_transport(self.inter)
@@ -117,7 +117,7 @@ class World:
     @property
     def can_clone_groups(self) -> bool:
         """Whether :meth:`clone_groups` is possible: not for a part of a world, or a transport without ``clone()``."""
-        return self._clone is not None and all(hasattr(transport, "clone") for transport in self._passed)
+        return self._clone is not None and all(hasattr(transport, "clone") for transport in self._passed.values())
 
     def clone_groups(self) -> World:
         """Return the same ranks with process groups (communicators) of their own; they end with this world.
@@ -133,6 +133,8 @@ class World:
             raise TopologyError(
                 "the groups of a part of a world cannot be cloned: call clone_groups() on the whole world."
             )
+        for leg, transport in self._passed.items():
+            check_can_clone(leg, transport)  # All of them first: making a group takes every rank.
         intra, inter = self._clone()
         return replace(self, intra=intra, inter=inter, _inter_consistency=ConsistencyCheck(inter), _closers=[])
 
@@ -287,10 +289,10 @@ def assemble(
         ConsistencyCheck(inter_transport),
         factory.closers,
         _clone=lambda: (
-            factory.clone_or_make("intra", intra, topology.members),
-            factory.clone_or_make("inter", inter, topology.inter_groups),
+            factory.clone_or_make(intra, topology.members),
+            factory.clone_or_make(inter, topology.inter_groups),
         ),
-        _passed=tuple(one for one in (intra, inter) if not isinstance(one, str)),
+        _passed={leg: one for leg, one in (("intra", intra), ("inter", inter)) if not isinstance(one, str)},
     )
     log.info("%r", world)
     return world

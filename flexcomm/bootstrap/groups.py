@@ -15,7 +15,7 @@ from flexcomm.device import HOST, KINDS, backend_for, find_native, native_backen
 from flexcomm.errors import InvalidArgumentError, TopologyError, TransportUnavailableError
 from flexcomm.topology import MPI_LAUNCHERS
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
-from flexcomm.transport.base import check_has_verbs, clone_transport
+from flexcomm.transport.base import check_has_verbs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -137,9 +137,12 @@ class GroupFactory:
         """Return a transport that was passed as it is, or make the one that was named."""
         return self.make(kind, groups) if isinstance(kind, str) else kind
 
-    def clone_or_make(self, leg: str, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
+    def clone_or_make(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
         """Return a clone of a transport that was passed, or make another one of those that were named."""
-        return self.make(kind, groups) if isinstance(kind, str) else clone_transport(leg, kind)
+        if isinstance(kind, str):
+            return self.make(kind, groups)
+        clone: Callable[[], Transport] = kind.clone  # type: ignore[attr-defined]  # Checked by World.clone_groups.
+        return clone()
 
     def wrap(self, group: dist.ProcessGroup, device_type: str) -> Transport:
         """The ranks of a group for tensors on ``device_type`` that somebody else made and will close."""

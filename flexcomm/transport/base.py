@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Handle", "Transport", "check_has_verbs", "clone_transport", "describe_transport"]
+__all__ = ["Handle", "Transport", "check_can_clone", "check_has_verbs", "describe_transport"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -118,14 +118,11 @@ def describe_transport(transport: Transport) -> str:
     return f"{type(transport).__name__}({transport.name!r})"
 
 
-def clone_transport(leg: str, transport: Transport) -> Transport:
-    """Return a second transport on the same ranks, made by the ``clone()`` of one that is not the library's own."""
-    clone = getattr(transport, "clone", None)
-    if clone is None:
+def check_can_clone(leg: str, transport: Transport) -> None:
+    """Raise unless a transport that is not the library's own has a ``clone()``."""
+    if not hasattr(transport, "clone"):
         raise TransportUnavailableError(
             f"clone_groups() needs a second group of the same ranks, which {describe_transport(transport)}, passed as "
             f"{leg}, cannot make. Give it a method clone() that returns another transport on the same ranks, with the "
             f"same rank and size, whose collectives are independent of the first one's; all ranks call it together."
         )
-    second: Transport = clone()
-    return second
