@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexcomm import Compressor, TensorSpec, demo
 from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
-from flexcomm.kernels import Average, Momentum, choose_kernels
+from flexcomm.kernels import Average, StateUpdate, choose_kernels
 
 CHUNK = 64
 DECAY = 0.999
@@ -24,12 +24,19 @@ class FlexcommCodec:
         # Filled, not zeros: fresh zeros are pages the machine has yet to find.
         self.state = torch.empty(self.plan.plans[0].state_shape).fill_(0.0)
         self.buffer = torch.empty(self.plan.nbytes, dtype=torch.uint8).fill_(0)
-        self.momentum = Momentum(self.state, self.state, decay)
+        self.update = StateUpdate(decay)
 
     def encode_(self, gradient: Tensor) -> Tensor:
         """Update the momentum, move the sent part out of it, and return that part as bytes."""
         nbytes = encode_bucket_(
-            self.plan, [gradient], self.buffer, step=0, sequence=0, kernels=self.kernels, momenta=[self.momentum]
+            self.plan,
+            [gradient],
+            self.buffer,
+            step=0,
+            sequence=0,
+            kernels=self.kernels,
+            states=[self.state],
+            update=self.update,
         )
         return self.buffer[:nbytes]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from bench.codec.codecs import CHUNK, FlexcommCodec
 from bench.codec.speed import draw_gradient, interleave
 from flexcomm import demo
-from flexcomm.codec.wire import plan_layout
 from flexcomm.compress import ValueName
+from flexcomm.kernels import plan_layout
 
 NODES = 2
 _KS = {64: (1, 4, 8, 16, 32), 4096: (1, 8, 32, 128, 512)}

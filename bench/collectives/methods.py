@@ -66,7 +66,7 @@ class Sync:
     def plan(self, spec: TensorSpec) -> Plan:
         buckets = self._plan_buckets(spec)
         plans = [bucket.buffers[self.world.intra.rank] for bucket in buckets]
-        counts = [plan.count for plan in plans]
+        counts = [plan.entries for plan in plans]
         whole = plan_tensor(spec, self.asked.compressor)
         algorithms = "+".join(dict.fromkeys(bucket.algorithm for bucket in buckets))
         if algorithms == "dense":

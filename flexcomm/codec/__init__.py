@@ -8,11 +8,10 @@ tensors are put into buckets changes no bit of the result.
 
 from flexcomm.codec.checks import check_numbers
 from flexcomm.codec.decode import Decoder, decode_bucket_, regions_of
-from flexcomm.codec.encode import Encoder, encode_bucket_, mark_nonfinite_
-from flexcomm.codec.plan import BufferPlan, assemble_buffer, is_dense, plan_buffer, plan_tensor
+from flexcomm.codec.encode import Encoder, encode_bucket_
+from flexcomm.codec.plan import assemble_buffer, is_dense, plan_buffer, plan_tensor
 
 __all__ = [
-    "BufferPlan",
     "Decoder",
     "Encoder",
     "assemble_buffer",
@@ -20,7 +19,6 @@ __all__ = [
     "decode_bucket_",
     "encode_bucket_",
     "is_dense",
-    "mark_nonfinite_",
     "plan_buffer",
     "plan_tensor",
     "regions_of",

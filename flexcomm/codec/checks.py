@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.codec.plan import BufferPlan
-    from flexcomm.kernels import Momentum
+    from flexcomm.kernels import BufferPlan
 
-__all__ = ["check_momenta", "check_numbers", "check_outputs", "check_tensors"]
+__all__ = ["check_numbers", "check_outputs", "check_states", "check_tensors"]
 
 _NUMBERS = 1 << 64
 
@@ -33,19 +32,17 @@ def check_tensors(plan: BufferPlan, tensors: Sequence[Tensor], device: torch.dev
         _check_device(spec.name, x, device)
 
 
-def check_momenta(plan: BufferPlan, momenta: Sequence[Momentum], device: torch.device) -> None:
-    _check_number_of("momenta", len(momenta), plan)
-    for spec, one, momentum in zip(plan.specs, plan.plans, momenta, strict=True):
-        for state in (momentum.state, momentum.next_state):
-            if state is None:
-                continue
-            if state.dtype != torch.float32 or tuple(state.shape) != one.state_shape or not state.is_contiguous():
-                raise InvalidTensorError(
-                    f"the state of {spec.name} is {state.dtype} {list(state.shape)}, but must be contiguous "
-                    f"torch.float32 {list(one.state_shape)}: make it from the bucket's plan, and reset one that was "
-                    f"made for another."
-                )
-            _check_device(f"the state of {spec.name}", state, device)
+def check_states(plan: BufferPlan, states: Sequence[Tensor] | None, device: torch.device) -> None:
+    if states is None:
+        return
+    _check_number_of("states", len(states), plan)
+    for spec, one, state in zip(plan.specs, plan.plans, states, strict=True):
+        if state.dtype != torch.float32 or tuple(state.shape) != one.state_shape or not state.is_contiguous():
+            raise InvalidTensorError(
+                f"the state of {spec.name} is {state.dtype} {list(state.shape)}, but must be contiguous torch.float32 "
+                f"{list(one.state_shape)}: make it from the bucket's plan, and reset one that was made for another."
+            )
+        _check_device(f"the state of {spec.name}", state, device)
 
 
 def _check_number_of(what: str, count: int, plan: BufferPlan) -> None:

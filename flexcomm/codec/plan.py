@@ -4,63 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from flexcomm.codec.wire import ALIGNMENT, HEADER_NWORDS, VERSION, WORD_NBYTES, plan_layout
 from flexcomm.compress import Compressor, TensorSpec, dense
 from flexcomm.errors import CompressorError
-from flexcomm.kernels import Layout, Selection, TensorPlan
+from flexcomm.kernels import BufferPlan, Selection, TensorPlan, plan_layout
+from flexcomm.kernels.layout import HEADER_NWORDS, VERSION, WORD_NBYTES, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["BufferPlan", "aligned", "assemble_buffer", "is_dense", "plan_buffer", "plan_tensor"]
+__all__ = ["assemble_buffer", "is_dense", "plan_buffer", "plan_tensor"]
 
 _TINY_NUMEL = 64
-
-
-@dataclass(frozen=True)
-class BufferPlan:
-    """What follows from names, shapes, dtypes and compressor: equal on every rank, or ``digest`` tells.
-
-    ``nbytes`` is the length of every buffer or, of a plan of variable length, the greatest; ``layouts`` are those of
-    payloads that are as long as they may get.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    plans: tuple[TensorPlan, ...]
-    layouts: tuple[Layout, ...]
-    nbytes: int
-    digest: int
-
-    @cached_property
-    def variable_length(self) -> bool:
-        """Whether buffers are as long as what they hold, so that lengths must be exchanged."""
-        return any(plan.variable_length for plan in self.plans)
-
-    @cached_property
-    def nwords(self) -> int:
-        """The same length in words."""
-        return self.nbytes // WORD_NBYTES
-
-    @cached_property
-    def positions(self) -> tuple[int, ...]:
-        """Where each payload begins, in words, in a buffer that is as long as it may get."""
-        ends = accumulate((layout.nwords for layout in self.layouts), initial=HEADER_NWORDS)
-        return tuple(ends)[:-1]
-
-    @cached_property
-    def is_variable(self) -> bool:
-        """Whether the number of entries depends on the data."""
-        return any(plan.is_variable for plan in self.plans)
-
-    @cached_property
-    def count(self) -> int:
-        """Entries in a buffer; -1 if it depends on the data."""
-        return -1 if self.is_variable else sum(plan.entries for plan in self.plans)
 
 
 def plan_buffer(specs: Sequence[TensorSpec], compressor: Compressor) -> BufferPlan:
@@ -139,8 +96,3 @@ def _describe(plan: TensorPlan) -> str:
         f"values=<ValueCode.{plan.values.name}: {int(plan.values)}>, tau={plan.tau!r}, seed={plan.seed!r}, "
         f"exact={plan.variable_length!r})"
     )
-
-
-def aligned(nwords: int) -> int:
-    step = ALIGNMENT // WORD_NBYTES
-    return -(-nwords // step) * step

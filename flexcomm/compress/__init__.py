@@ -1,7 +1,7 @@
 """Compressors: which part of a tensor is sent, and how its values are written. Mathematics only."""
 
 from flexcomm.compress.bases import Dct, Identity
-from flexcomm.compress.pipeline import Compressor, Pipeline, TensorSpec, ValueName, sample_key_for
+from flexcomm.compress.pipeline import Compressor, Pipeline, TensorSpec, ValueName
 from flexcomm.compress.recipes import demo, dense, random_k, sign, striding, threshold, top_k
 from flexcomm.compress.selectors import Everything, RandomK, Striding, Threshold, TopK, TopRate
 
@@ -21,7 +21,6 @@ __all__ = [
     "demo",
     "dense",
     "random_k",
-    "sample_key_for",
     "sign",
     "striding",
     "threshold",

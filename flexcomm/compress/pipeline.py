@@ -10,12 +10,12 @@ import torch
 from flexcomm.compress.bases import Basis
 from flexcomm.compress.selectors import Selector, TopK
 from flexcomm.errors import CompressorError
-from flexcomm.kernels import NO_SAMPLE_KEY, SampleKey, TensorPlan, ValueCode, ValueName
+from flexcomm.kernels import TensorPlan, ValueCode, ValueName
 
 if TYPE_CHECKING:
     from flexcomm.compress.settings import Settings
 
-__all__ = ["Compressor", "Pipeline", "TensorSpec", "ValueName", "sample_key_for"]
+__all__ = ["Compressor", "Pipeline", "TensorSpec", "ValueName"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Of tensors that can be compressed."""
@@ -108,10 +108,3 @@ def _complaints_of(name: str, part: object, base: type[Settings]) -> list[str]:
 def _leaves_of(base: type[Settings]) -> list[type[Settings]]:
     children = base.__subclasses__()
     return [leaf for child in children for leaf in _leaves_of(child)] if children else [base]
-
-
-def sample_key_for(plan: TensorPlan, step: int, name: str) -> SampleKey:
-    """Return what a shared selection depends on at this step; a function of (seed, step, name) and nothing else."""
-    make_key = plan.selection.rule.sample_key
-    # numpy's integers print their type, and what is printed is hashed.
-    return NO_SAMPLE_KEY if make_key is None else make_key(plan, int(step), name)

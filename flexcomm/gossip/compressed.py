@@ -21,17 +21,15 @@ from flexcomm.codec import Decoder, Encoder, regions_of
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import CompressorError, InvalidArgumentError, NonFiniteError
 from flexcomm.gossip.messages import send_recv_messages
-from flexcomm.kernels import Momentum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
-    from flexcomm.codec import BufferPlan
     from flexcomm.compress import Compressor
     from flexcomm.gossip.mix import MixContext
-    from flexcomm.kernels import TensorPlan
+    from flexcomm.kernels import BufferPlan, TensorPlan
 
 __all__ = ["MixResiduals", "ReceivedChanges", "choose_gamma", "send_recv_changes"]
 
@@ -206,12 +204,8 @@ def send_recv_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Re
 def _encode(ctx: MixContext, plan: BufferPlan, change: Tensor) -> Tensor:
     """Return the payload; if ``change`` is nonfinite, it is marked so, and all receivers raise."""
     encoder = Encoder(plan, ctx.buffer("payload", plan.nbytes, torch.uint8), ctx.plan.kernels)
-    numbers = {"step": ctx.header.step, "sequence": ctx.header.sequence}
     with ctx.record.time("encode"):
-        try:
-            encoder.encode_(_split(change, plan), [Momentum()] * len(plan.specs), **numbers)
-        except NonFiniteError:
-            encoder.mark_nonfinite_(**numbers)
+        encoder.encode_(_split(change, plan), step=ctx.header.step, sequence=ctx.header.sequence)
     return encoder.buffer
 
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.codec import BufferPlan
     from flexcomm.compress import Compressor
     from flexcomm.gossip.phase import Phase
     from flexcomm.gossip.schedule import ScheduleLike
+    from flexcomm.kernels import BufferPlan
     from flexcomm.world import World
 
 __all__ = ["MixPlan", "Round", "plan_for", "round_of"]

@@ -17,24 +17,15 @@ from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels.base import (
     LARGEST_MAGNITUDE,
     Average,
+    BucketDecoder,
+    BucketEncoder,
     Kernels,
-    Momentum,
-    Payload,
-    PayloadError,
-    Reader,
-    ThresholdCounts,
-    Writer,
+    Problem,
+    StateUpdate,
+    Status,
 )
-from flexcomm.kernels.plan import (
-    NO_SAMPLE_KEY,
-    IndexCode,
-    Layout,
-    SampleKey,
-    Selection,
-    TensorPlan,
-    ValueCode,
-    ValueName,
-)
+from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout, Region, plan_layout
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, Selection, TensorPlan, ValueCode, ValueName
 from flexcomm.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -47,22 +38,24 @@ __all__ = [
     "LARGEST_MAGNITUDE",
     "NO_SAMPLE_KEY",
     "Average",
+    "BucketDecoder",
+    "BucketEncoder",
+    "BufferPlan",
     "IndexCode",
     "Kernels",
     "Layout",
-    "Momentum",
-    "Payload",
-    "PayloadError",
-    "Reader",
+    "Problem",
     "ReferenceKernels",
+    "Region",
     "SampleKey",
     "Selection",
+    "StateUpdate",
+    "Status",
     "TensorPlan",
-    "ThresholdCounts",
     "ValueCode",
     "ValueName",
-    "Writer",
     "choose_kernels",
+    "plan_layout",
 ]
 
 KERNELS_VARIABLE = "FLEXCOMM_KERNELS"

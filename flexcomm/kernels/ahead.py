@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.kernels.base import Momentum, Payload, ThresholdCounts
-from flexcomm.kernels.plan import NO_SAMPLE_KEY, IndexCode, Layout, Selection, TensorPlan, ValueCode
+from flexcomm.kernels.base import StateUpdate
+from flexcomm.kernels.layout import IndexCode, Layout
+from flexcomm.kernels.per_tensor import Payload, TensorEncoding, TensorState, ThresholdCounts
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, Selection, TensorPlan, ValueCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,29 +25,31 @@ __all__ = ["CALLS", "compile_ahead"]
 _LENGTH = 4
 _PLAN = TensorPlan(1, _LENGTH, 1, _LENGTH, False, Selection.EVERYTHING, _LENGTH, ValueCode.FP32)
 _VARIABLE = TensorPlan(1, _LENGTH, 1, _LENGTH, False, Selection.ABOVE, _LENGTH - 1, ValueCode.FP32)
+_STATELESS = TensorState(None, None, StateUpdate())
 _LAYOUT = Layout(IndexCode.BITMAP, 0, 0, _LENGTH, indices=1, scales=2, values=2, nwords=2 + _LENGTH)
 
 
 def _encode(kernels: CpuKernels) -> None:
     threshold = ThresholdCounts(torch.tensor([_LENGTH - 1]), 0)
     words = torch.zeros(_LAYOUT.nwords, dtype=torch.int32)
-    kernels.encode_(torch.ones(_LENGTH), words, _VARIABLE, _LAYOUT, NO_SAMPLE_KEY, Momentum(), threshold)
+    encoding = TensorEncoding(_VARIABLE, _LAYOUT, NO_SAMPLE_KEY, threshold)
+    kernels.encode_tensor_(torch.ones(_LENGTH), words, encoding, _STATELESS)
 
 
 def _decode(kernels: CpuKernels) -> None:
-    kernels.reader(_words(), [Payload(0, _LAYOUT)], _PLAN).decode_(NO_SAMPLE_KEY, "nodes", torch.empty(_LENGTH))
+    kernels.decode_tensor_(_words(), [Payload(0, _LAYOUT)], _PLAN, NO_SAMPLE_KEY, "nodes", torch.empty(_LENGTH))
 
 
 def _find_threshold(kernels: CpuKernels) -> None:
-    kernels.find_threshold(torch.ones(_LENGTH), _VARIABLE, Momentum())
+    kernels.find_threshold(torch.ones(_LENGTH), _VARIABLE, _STATELESS)
 
 
 def _find_error(kernels: CpuKernels) -> None:
-    kernels.find_error(_words(), Payload(0, _LAYOUT), _PLAN)
+    kernels.find_problem(_words(), Payload(0, _LAYOUT), _PLAN)
 
 
 def _check(kernels: CpuKernels) -> None:
-    kernels.checksum(_words(), 0)
+    kernels.checksum(torch.zeros(_LENGTH * _LENGTH, dtype=torch.int32))
     kernels.read_counts(_words(), _VARIABLE, 0)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         kernels.is_finite(torch.ones(_LENGTH, dtype=dtype))

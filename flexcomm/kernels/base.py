@@ -1,27 +1,29 @@
-"""What every kernel set does: the loops over one tensor's chunks, and nothing about buckets, headers or ranks."""
+"""The Protocol of kernel sets: one call encodes a bucket, one verifies and one decodes the buffers of all senders.
+
+Kernels know plans, layouts and memory, and nothing of ranks.
+"""
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, SupportsInt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
+    from flexcomm.kernels.layout import BufferPlan, Region
 
 __all__ = [
     "LARGEST_MAGNITUDE",
     "Average",
+    "BucketDecoder",
+    "BucketEncoder",
     "Kernels",
-    "Momentum",
-    "Payload",
-    "PayloadError",
-    "Reader",
-    "ThresholdCounts",
-    "Writer",
+    "Problem",
+    "StateUpdate",
+    "Status",
 ]
 
 Average = Literal["nodes", "contributors"]
@@ -31,72 +33,116 @@ LARGEST_MAGNITUDE = 2.0**100
 """Elements stay below this. A transform of up to 2**24 of them multiplies by at most 2**12, so no sum overflows."""
 
 
-class PayloadError(IntEnum):
-    """What is wrong with a payload."""
+class Problem(IntEnum):
+    """What is wrong with a bucket, or with a buffer."""
 
     NONE = 0
-    INDEX = 1
-    SCALE = 2
-    VALUE = 3
+    NONFINITE = 1
+    """encode: a tensor holds NaN, infinity or a magnitude too large; verify: a sender flagged that it had one"""
+    STATE = 2
+    """encode: a state holds NaN or infinity"""
+    HEADER = 3
+    """verify: the header or the checksum is not the expected one"""
+    COUNTS = 4
+    """verify: a chunk is said to hold more entries than it can, or a payload more than its plan allows"""
+    LENGTH = 5
+    """verify: payloads of variable length do not end where the buffer does"""
+    INDEX = 6
+    """verify: indices do not increase, leave the chunk, or are not as many as counted"""
+    SCALE = 7
+    """verify: a scale is negative or not finite"""
+    VALUE = 8
+    """verify: a value is not finite"""
+    ENTRIES = 9
+    """verify: a buffer does not hold as many entries as its header says"""
 
 
-class Momentum(NamedTuple):
-    """What was not sent before, and how it joins what comes: ``decay * state + gain * coefficients``.
+class Status(NamedTuple):
+    """The outcome of a kernel call, which is one number: the first problem, and where it is."""
 
-    ``state`` is float32 of ``plan.state_shape``; what is not sent now goes to ``next_state``, which may be the same
-    memory. ``None``: nothing is remembered. Of what is sent, the share ``alpha`` is taken out.
+    problem: Problem = Problem.NONE
+    sender: int = 0
+    tensor: int = 0
+
+    @property
+    def word(self) -> int:
+        """The number; 0 if nothing is wrong. Of one call's problems, the least number is reported."""
+        return self.sender << 40 | self.tensor << 8 | int(self.problem)
+
+    @classmethod
+    def of(cls, word: int) -> Status:
+        """Return what a number says."""
+        return cls(Problem(word & 0xFF), word >> 40, word >> 8 & 0xFFFFFFFF)
+
+
+class StateUpdate(NamedTuple):
+    """How a state takes in a tensor and gives off what is sent.
+
+    ``decay * state + gain * coefficients`` is selected from; of what is sent, the share ``alpha`` is taken out.
     """
 
-    state: Tensor | None = None
-    next_state: Tensor | None = None
     decay: float = 1.0
     gain: float = 1.0
     alpha: float = 1.0
 
 
-class ThresholdCounts(NamedTuple):
-    """What a variable selection will send: entries of each chunk (int64), of those that reach the threshold.
-
-    Where more of a chunk reach it than are counted, the last of the threshold's own bin stay. The threshold is given
-    as the bits of a float32, which order magnitudes as their values do; a bin is what has the same upper 16 bits.
-    """
-
-    counts: Tensor
-    tau_bits: int
-
-
-class Payload(NamedTuple):
-    """One sender's payload of one tensor, in a tensor of words: its start, its layout, its counts if they vary."""
-
-    start: int
-    layout: Layout
-    counts: Tensor | None = None
-
-
-class Writer(Protocol):
-    """The place of a payload that is written again and again."""
+class BucketEncoder(Protocol):
+    """One buffer that is filled again and again; all is prepared that follows from the plan and the buffer."""
 
     def encode_(
-        self, x: Tensor, sample_key: SampleKey, momentum: Momentum, threshold: ThresholdCounts | None = None
-    ) -> bool:
-        """Do what :meth:`Kernels.encode_` does."""
+        self,
+        tensors: Sequence[Tensor],
+        states: Sequence[Tensor] | None,
+        states_out: Sequence[Tensor] | None,
+        update: StateUpdate,
+        *,
+        step: int,
+        sequence: int,
+    ) -> SupportsInt:
+        """Fill the buffer with header and payloads, and move what they hold out of the states.
+
+        Keeps ``decay * state + gain * coefficients == alpha * decoded + state_out``. On a problem, the buffer is filled
+        as :meth:`mark_nonfinite_` does, and states that were written hold nothing of use.
+
+        Args:
+            tensors: one for each of the plan's specs.
+            states: what was not sent before, contiguous float32 of ``plan.state_shape`` each; None: nothing is kept.
+            states_out: what is not sent now goes there; may be ``states``.
+            update: how both are related.
+            step: shared selections depend on it, and it is part of the header, as ``sequence`` is.
+            sequence: the number of the bucket since the world began.
+
+        Returns:
+            The status word. It may be on the device: ``int()`` waits for it.
+
+        """
+        ...
+
+    def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
+        """Fill the buffer with a header that says that this sender has nonfinite values, and nothing else."""
         ...
 
 
-class Reader(Protocol):
-    """The places of several senders' payloads of one tensor, which are read again and again."""
+class BucketDecoder(Protocol):
+    """The buffers of several senders, in memory that is filled again and again."""
 
-    def find_error(self) -> PayloadError:
-        """Return what :meth:`Kernels.find_error` finds in any of them; of several errors, the first."""
+    def verify(self, *, step: int, sequence: int) -> SupportsInt:
+        """Return a status word: that of the first header that is wrong, else of the first sender with the flag.
+
+        Else that of the first payload that is wrong, by sender, tensor and kind of problem.
+        """
         ...
 
-    def decode_(self, sample_key: SampleKey, average: Average, out: Tensor) -> None:
-        """Do what :meth:`Kernels.decode_` does."""
+    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
+        """Fill ``outputs`` with the averages of the buffers, added in the order of senders.
+
+        They were verified, or their payloads are known to be sound and not of variable selections.
+        """
         ...
 
 
 class Kernels(Protocol):
-    """The loops, for one kind of device. Tensors of words are int32, contiguous; ``x`` may be any floating dtype.
+    """The loops over chunks, for one kind of device. Words are int32, contiguous; tensors of any floating dtype.
 
     Every set computes the same bits: :func:`flexcomm.testing.check_kernels` compares one with the reference.
     """
@@ -106,72 +152,17 @@ class Kernels(Protocol):
         """Return the name people force it by."""
         ...
 
-    def is_finite(self, x: Tensor) -> bool:
-        """Return whether every element is finite, its magnitude below ``LARGEST_MAGNITUDE``."""
+    def encoder(self, plan: BufferPlan, words: Tensor) -> BucketEncoder:
+        """Return the encoder of a buffer of ``plan.nwords`` words."""
         ...
 
-    def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
-        """Return what ``plan``, a variable one, will send of ``x``.
+    def decoder(
+        self, plan: BufferPlan, words: Tensor, regions: Sequence[Region], decoded_as: BufferPlan | None = None
+    ) -> BucketDecoder:
+        """Return the decoder of the buffers that lie in ``words`` at ``regions``.
 
-        If more than ``plan.k`` reach its threshold, the threshold rises to the bin at which ``plan.k`` are
-        exceeded; of that bin so many are sent as there is room for, those of the first chunks and lowest indices.
+        ``decoded_as`` is a plan with the same payloads that says what to decode them to, if not ``plan`` itself.
         """
-        ...
-
-    def encode_(
-        self,
-        x: Tensor,
-        words: Tensor,
-        plan: TensorPlan,
-        layout: Layout,
-        sample_key: SampleKey,
-        momentum: Momentum,
-        threshold: ThresholdCounts | None = None,
-    ) -> bool:
-        """Fill ``words`` with the payload and move what it holds out of the state.
-
-        Keeps ``decay * state + gain * coefficients == alpha * decoded + next_state``. False if something sent is not
-        finite, which happens for a finite ``x`` only if the state was broken before.
-        """
-        ...
-
-    def writer(self, words: Tensor, plan: TensorPlan, layout: Layout) -> Writer:
-        """Return what fills ``words`` by :meth:`encode_`, with all prepared that does not depend on ``x``.
-
-        A set that has nothing to prepare returns :class:`flexcomm.kernels.plain.PlainWriter`.
-        """
-        ...
-
-    def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
-        """Return the counts (int64) at the start of a variable payload; None if one exceeds a chunk."""
-        ...
-
-    def find_error(self, words: Tensor, payload: Payload, plan: TensorPlan) -> PayloadError:
-        """Return what is wrong with a payload; of several errors, the first of the enumeration.
-
-        Indices that do not increase, leave the chunk or are not as many as counted; scales that are negative or not
-        finite; values that are not finite.
-        """
-        ...
-
-    def decode_(
-        self,
-        words: Tensor,
-        payloads: Sequence[Payload],
-        plan: TensorPlan,
-        sample_key: SampleKey,
-        average: Average,
-        out: Tensor,
-    ) -> None:
-        """Fill ``out`` with the average of faultless payloads, added in the order given and transformed back once."""
-        ...
-
-    def reader(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> Reader:
-        """Return what reads these payloads, with all prepared that does not depend on what they hold."""
-        ...
-
-    def checksum(self, words: Tensor, first: int) -> int:
-        """Return the sum, modulo 2**32, of every word scattered with its place; the first one's is ``first``."""
         ...
 
     def mix_(

@@ -1,6 +1,4 @@
-"""What kernels are told: the mathematics of one tensor (``TensorPlan``) and where its sections are (``Layout``).
-
-Both are plain numbers. ``flexcomm.compress`` makes the first, ``flexcomm.codec.wire`` the second; kernels know neither.
+"""What is sent of one tensor, as plain numbers: ``TensorPlan``, which ``flexcomm.compress`` makes.
 
 ``Selection`` and ``ValueCode`` are tables: a row for each member holds all that the rest of the library needs to know
 of it. Nothing outside the kernels asks which member it has.
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_SAMPLE_KEY",
-    "IndexCode",
-    "Layout",
     "SampleKey",
     "Selection",
     "SelectionRule",
@@ -198,16 +194,6 @@ def check_implemented(
             )
 
 
-class IndexCode(IntEnum):
-    """How the indices of a chunk are written."""
-
-    NONE = 0
-    """not at all: they follow from the plan and the step"""
-    PACKED = 1
-    ELIAS_FANO = 2
-    BITMAP = 3
-
-
 @dataclass(frozen=True)
 class TensorPlan:
     """A tensor seen as a ``[rows, cols]`` matrix, cut into chunks of ``[chunk_rows, chunk_cols]``, zeros at the rims.
@@ -295,31 +281,13 @@ class TensorPlan:
         """Return what the transform's results are multiplied by: it is orthonormal, its steps alone are not."""
         return gain / math.sqrt(self.chunk_numel) if self.transformed else gain
 
+    def sample_key(self, step: int, name: str) -> SampleKey:
+        """Return the key of a shared selection at this step: a function of (seed, step, name) and nothing else."""
+        make_key = self.selection.rule.sample_key
+        # numpy's integers print their type, and what is printed is hashed.
+        return NO_SAMPLE_KEY if make_key is None else make_key(self, int(step), name)
+
     @cached_property
     def entries(self) -> int:
         """How many entries a payload holds; for a variable one, at most."""
         return self.k if self.is_variable else self.chunks * self.k
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the sections of a payload begin, in 32-bit words from its start, and how its indices are written.
-
-    Counts, if any, come first. The indices of a chunk begin at bit ``before * entry_bits + chunk * chunk_bits`` of
-    their section, where ``before`` is the number of entries in the chunks before it; its values begin at bit
-    ``before * values.format.bits`` of theirs.
-    """
-
-    code: IndexCode
-    low_bits: int
-    entry_bits: int
-    chunk_bits: int
-    indices: int
-    scales: int
-    values: int
-    nwords: int
-
-    @cached_property
-    def coding(self) -> tuple[int, int, int, int]:
-        """How indices are written, as plain numbers."""
-        return int(self.code), self.low_bits, self.entry_bits, self.chunk_bits

@@ -6,105 +6,85 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.kernels.base import Average, Kernels, Momentum, Payload, PayloadError, Reader, ThresholdCounts, Writer
-from flexcomm.kernels.plain import PlainReader, PlainWriter
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
+    from flexcomm.kernels.base import Average, BucketDecoder, BucketEncoder, Kernels, StateUpdate
+    from flexcomm.kernels.layout import BufferPlan, Region
 
 __all__ = ["StagedKernels"]
 
 
 class StagedKernels:
-    """The verbs of a kernel set of the host, for tensors on any device."""
+    """The calls of a kernel set of the host, for tensors on any device."""
 
     name = "staged"
 
     def __init__(self, host: Kernels) -> None:
         self._host = host
 
-    def is_finite(self, x: Tensor) -> bool:
-        return self._host.is_finite(x.cpu())
+    def encoder(self, plan: BufferPlan, words: Tensor) -> StagedEncoder:
+        staged = torch.empty_like(words, device="cpu")
+        return StagedEncoder(self._host.encoder(plan, staged), staged, words)
 
-    def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
-        found = self._host.find_threshold(x.cpu(), plan, _on_host(momentum))
-        return found._replace(counts=found.counts.to(x.device))
+    def decoder(
+        self, plan: BufferPlan, words: Tensor, regions: Sequence[Region], decoded_as: BufferPlan | None = None
+    ) -> StagedDecoder:
+        staged = torch.empty_like(words, device="cpu")
+        return StagedDecoder(self._host.decoder(plan, staged, regions, decoded_as), staged, words)
 
-    def encode_(
-        self,
-        x: Tensor,
-        words: Tensor,
-        plan: TensorPlan,
-        layout: Layout,
-        sample_key: SampleKey,
-        momentum: Momentum,
-        threshold: ThresholdCounts | None = None,
-    ) -> bool:
-        filled, staged = torch.empty_like(words, device="cpu"), _on_host(momentum)
-        counted = None if threshold is None else threshold._replace(counts=threshold.counts.cpu())
-        is_finite = self._host.encode_(x.cpu(), filled, plan, layout, sample_key, staged, counted)
-        words.copy_(filled)
-        if momentum.next_state is not None and staged.next_state is not None:
-            momentum.next_state.copy_(staged.next_state)
-        return is_finite
-
-    def writer(self, words: Tensor, plan: TensorPlan, layout: Layout) -> Writer:
-        return PlainWriter(self, words, plan, layout)
-
-    def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
-        nwords = -(-plan.chunks * plan.chunk_numel.bit_length() // 32)
-        counts = self._host.read_counts(words[start : start + nwords].cpu(), plan, 0)
-        return None if counts is None else counts.to(words.device)
-
-    def find_error(self, words: Tensor, payload: Payload, plan: TensorPlan) -> PayloadError:
-        staged, payloads = _stage(words, [payload])
-        return self._host.find_error(staged, payloads[0], plan)
-
-    def decode_(
-        self,
-        words: Tensor,
-        payloads: Sequence[Payload],
-        plan: TensorPlan,
-        sample_key: SampleKey,
-        average: Average,
-        out: Tensor,
-    ) -> None:
-        staged, here = _stage(words, payloads)
-        decoded = torch.empty(out.shape, dtype=out.dtype)
-        self._host.decode_(staged, here, plan, sample_key, average, decoded)
-        out.copy_(decoded)
-
-    def reader(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> Reader:
-        return PlainReader(self, words, payloads, plan)
-
-    def checksum(self, words: Tensor, first: int) -> int:
-        return self._host.checksum(words.cpu(), first)
-
-    def mix_(self, x: Tensor, keep: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
+    def mix_(
+        self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
+    ) -> Tensor:
         mixed = torch.empty(out.shape, dtype=out.dtype)
-        distance = self._host.mix_(x.cpu(), keep, [other.cpu() for other in others], weights, mixed)
+        distance = self._host.mix_(x.cpu(), self_weight, [other.cpu() for other in others], weights, mixed)
         out.detach().copy_(mixed)
         return distance.to(x.device)
 
 
-def _on_host(momentum: Momentum) -> Momentum:
-    """Return a momentum whose states are copies on the host: what is read, and memory for what is written."""
-    state = None if momentum.state is None else momentum.state.cpu()
-    next_state = None if momentum.next_state is None else torch.empty(momentum.next_state.shape)
-    return momentum._replace(state=state, next_state=next_state)
+class StagedEncoder:
+    """An encoder of a buffer on the host, which is then copied to ``words``."""
+
+    def __init__(self, host: BucketEncoder, staged: Tensor, words: Tensor) -> None:
+        self._host, self._staged, self._words = host, staged, words
+
+    def encode_(
+        self,
+        tensors: Sequence[Tensor],
+        states: Sequence[Tensor] | None,
+        states_out: Sequence[Tensor] | None,
+        update: StateUpdate,
+        *,
+        step: int,
+        sequence: int,
+    ) -> int:
+        # In place: a copy on the host may be the state itself, whose successor could be lost if this raises.
+        here = None if states is None else [state.to("cpu", copy=True) for state in states]
+        status = int(self._host.encode_([x.cpu() for x in tensors], here, here, update, step=step, sequence=sequence))
+        for state, staged in zip(states_out or (), here or (), strict=True):
+            state.copy_(staged)
+        self._words.copy_(self._staged)
+        return status
+
+    def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
+        self._host.mark_nonfinite_(step=step, sequence=sequence)
+        self._words.copy_(self._staged)
 
 
-def _stage(words: Tensor, payloads: Sequence[Payload]) -> tuple[Tensor, list[Payload]]:
-    """Return the payloads' words on the host, one payload behind the other: of others' tensors, nothing is copied."""
-    staged, moved, start = [], [], 0
-    for payload in payloads:
-        nwords = payload.layout.nwords
-        staged.append(words[payload.start : payload.start + nwords].cpu())
-        counts = None if payload.counts is None else payload.counts.cpu()
-        moved.append(Payload(start, payload.layout, counts))
-        start += nwords
-    return torch.cat(staged), moved
+class StagedDecoder:
+    """A decoder of buffers that :meth:`verify` copies to the host."""
+
+    def __init__(self, host: BucketDecoder, staged: Tensor, words: Tensor) -> None:
+        self._host, self._staged, self._words = host, staged, words
+
+    def verify(self, *, step: int, sequence: int) -> int:
+        self._staged.copy_(self._words)
+        return int(self._host.verify(step=step, sequence=sequence))
+
+    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
+        decoded = [torch.empty(out.shape, dtype=out.dtype) for out in outputs]
+        self._host.decode_(decoded, step=step, average=average)
+        for out, here in zip(outputs, decoded, strict=True):
+            out.copy_(here)

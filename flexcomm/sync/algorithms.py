@@ -18,16 +18,15 @@ import numpy as np
 import torch
 
 from flexcomm.codec import Decoder, Encoder, regions_of
-from flexcomm.codec.wire import HEADER_NBYTES
-from flexcomm.errors import ConfigMismatchError, NonFiniteError, WireError
+from flexcomm.errors import ConfigMismatchError, WireError
 from flexcomm.kernels import Selection, TensorPlan, ValueCode
+from flexcomm.kernels.layout import HEADER_NBYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexcomm.codec import BufferPlan
     from flexcomm.errors import FlexcommError
-    from flexcomm.kernels import Momentum
+    from flexcomm.kernels import BufferPlan
     from flexcomm.sync.bucket import BucketContext
     from flexcomm.transport import Handle, Transport
 
@@ -102,15 +101,19 @@ class FailedExchange(NamedTuple):
         raise self.error
 
 
-def encode_(ctx: BucketContext, encoder: Encoder, shard: Sequence[Tensor], states: Sequence[Momentum]) -> int:
-    """Fill the encoder's buffer, or mark it where values are nonfinite; return how many bytes are used."""
+def encode_(
+    ctx: BucketContext,
+    encoder: Encoder,
+    shard: Sequence[Tensor],
+    states: Sequence[Tensor] | None,
+    states_out: Sequence[Tensor] | None,
+) -> None:
+    """Fill the encoder's buffer, or mark it where values are nonfinite."""
     with ctx.record.time("encode"):
-        if not ctx.nonfinite:
-            try:
-                return encoder.encode_(shard, states, step=ctx.step, sequence=ctx.sequence)
-            except NonFiniteError as error:
-                ctx.nonfinite = str(error)
-        return encoder.mark_nonfinite_(step=ctx.step, sequence=ctx.sequence)
+        if ctx.nonfinite:
+            encoder.mark_nonfinite_(step=ctx.step, sequence=ctx.sequence)
+        else:
+            ctx.nonfinite = encoder.encode_(shard, states, states_out, ctx.update, step=ctx.step, sequence=ctx.sequence)
 
 
 def decoder_for(
@@ -142,7 +145,7 @@ def gather(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     """All-gather buffers whose length follows from the plan: one collective, and no exchange of lengths."""
     nbytes = ctx.buffer_plan.nbytes
     encoder = ctx.buffers.get("encoder", lambda: _make_encoder(ctx))
-    encode_(ctx, encoder, shard, ctx.states)
+    encode_(ctx, encoder, shard, ctx.states, ctx.states_out)
     ctx.record.payload_bytes += nbytes
     received = ctx.buffers.get("gathered", lambda: _make_gathered(ctx))
     moved = (ctx.nodes - 1) * nbytes
@@ -163,7 +166,8 @@ def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
     """All-gather lengths, then buffers as long as what they hold."""
     most = ctx.buffer_plan.nbytes
     encoder = ctx.buffers.get("encoder", lambda: _make_encoder(ctx))
-    nbytes = encode_(ctx, encoder, shard, ctx.states)
+    encode_(ctx, encoder, shard, ctx.states, ctx.states_out)
+    nbytes = encoder.nbytes
     moved = (ctx.nodes - 1) * torch.int64.itemsize
     length = torch.tensor([nbytes], device="cpu")
     lengths = yield Collective("exchange", methodcaller("all_gather", length), moved, moved, is_short=True)
@@ -216,7 +220,7 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     to the number of nodes.
     """
     reduced = ctx.buffers.get("reduced", lambda: _make_reduced(ctx))
-    encode_(ctx, reduced.encoder, shard, ctx.states)
+    encode_(ctx, reduced.encoder, shard, ctx.states, ctx.states_out)
     reduced.digest.copy_(_digest_bits(ctx))
     reduced.nonfinite.fill_(bool(ctx.nonfinite))
     ctx.record.payload_bytes += reduced.values.nbytes

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.codec import BufferPlan
-    from flexcomm.kernels import Average, Kernels, Momentum
+    from flexcomm.kernels import Average, BufferPlan, Kernels, StateUpdate
     from flexcomm.stats import SyncRecord
     from flexcomm.sync.algorithms import Received, Steps
     from flexcomm.sync.buffers import Buffers
@@ -64,7 +63,9 @@ class BucketContext:
     plan: BucketPlan
     tensors: list[Tensor]
     outputs: list[Tensor]
-    states: list[Momentum]
+    states: list[Tensor] | None
+    states_out: list[Tensor] | None
+    update: StateUpdate
     step: int
     sequence: int
     average: Average

@@ -20,7 +20,7 @@ import torch
 from flexcomm.bootstrap.hang_report import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
-from flexcomm.kernels import LARGEST_MAGNITUDE, Momentum
+from flexcomm.kernels import LARGEST_MAGNITUDE, StateUpdate
 from flexcomm.stats import SyncRecord
 from flexcomm.sync.algorithms import LEVELS
 from flexcomm.sync.bucket import VERIFIED, BucketContext, sync_bucket
@@ -343,10 +343,11 @@ class SyncCall:
         return total
 
     def _make_context(self, bucket: BucketPlan, buffers: Buffers, sequence: int) -> BucketContext:
-        states, nonfinite = [Momentum(gain=1.0 / self._plan.ranks)] * len(bucket.shards[self._plan.rank]), ""
+        states, states_out, update, nonfinite = None, None, StateUpdate(gain=1.0 / self._plan.ranks), ""
         if self._residuals is not None:
+            update = self._residuals.update(1.0 / self._plan.ranks)
             try:
-                states = self._borrow_states(bucket, self._residuals)
+                states, states_out = self._borrow_states(bucket, self._residuals)
             except FlexcommError as refusal:
                 # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
                 self._refusal, nonfinite = self._refusal or refusal, str(refusal)
@@ -355,6 +356,8 @@ class SyncCall:
             tensors=self._tensors,
             outputs=self._outputs,
             states=states,
+            states_out=states_out,
+            update=update,
             step=self._step,
             sequence=sequence,
             average=self._plan.settings.average,
@@ -369,12 +372,14 @@ class SyncCall:
             nonfinite=nonfinite,
         )
 
-    def _borrow_states(self, bucket: BucketPlan, residuals: Residuals) -> list[Momentum]:
-        states, share = [], 1.0 / self._plan.ranks
+    def _borrow_states(self, bucket: BucketPlan, residuals: Residuals) -> tuple[list[Tensor], list[Tensor]]:
+        states, states_out = [], []
         for shard in bucket.shards[self._plan.rank]:
-            states.append(residuals.lend(shard.spec.name, shard.plan, self._plan.device, share))
+            lent = residuals.lend(shard.spec.name, shard.plan, self._plan.device)
+            states.append(lent.state)
+            states_out.append(lent.spare)
             self._lent.append(shard.spec.name)
-        return states
+        return states, states_out
 
     def _write_outputs(self, nonfinite_senders: list[str]) -> None:
         """Write all outputs or, if a rank had nonfinite values, do what the call asked for then."""

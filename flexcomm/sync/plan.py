@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 
-from flexcomm.codec import BufferPlan, assemble_buffer, plan_tensor
+from flexcomm.codec import assemble_buffer, plan_tensor
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.kernels import Average, Kernels, choose_kernels
+from flexcomm.kernels import Average, BufferPlan, Kernels, choose_kernels
 from flexcomm.sync.algorithms import can_reduce, dense_plan
 from flexcomm.sync.buffers import BufferPool
 from flexcomm.sync.shards import TensorShard, shard_tensor

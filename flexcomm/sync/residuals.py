@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError
-from flexcomm.kernels import Momentum
+from flexcomm.kernels import StateUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Residuals"]
 
 
-class _State(NamedTuple):
+class StateEntry(NamedTuple):
     """A state, and the memory its successor is written to: until a sync has succeeded, nothing is lost."""
 
     state: Tensor
@@ -53,7 +53,7 @@ class Residuals:
         self.decay = decay
         self.gain = gain
         self.alpha = alpha
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, StateEntry] = {}
         self._in_flight: set[str] = set()
         self._new: set[str] = set()
         self._claimed: set[str] = set()
@@ -83,11 +83,12 @@ class Residuals:
         """Give tensors free again."""
         self._claimed.difference_update(names)
 
-    def lend(self, name: str, plan: TensorPlan, device: torch.device, share: float = 1.0) -> Momentum:
-        """Return what an encode reads and writes; the state itself changes when :meth:`commit` is called.
+    def update(self, share: float = 1.0) -> StateUpdate:
+        """Return how states are updated; ``share`` is one over the number of ranks whose sum is encoded."""
+        return StateUpdate(self.decay, self.gain * share, self.alpha)
 
-        ``share`` is multiplied to the gain: one over the number of ranks whose sum is encoded.
-        """
+    def lend(self, name: str, plan: TensorPlan, device: torch.device) -> StateEntry:
+        """Return what an encode reads and writes; the state itself changes when :meth:`commit` is called."""
         if name in self._in_flight:
             raise InvalidArgumentError(
                 f"{name} is being synchronised with these residuals: wait for the earlier handle first, or use other "
@@ -97,7 +98,7 @@ class Residuals:
         if entry is None:
             # Not as inference tensors, which no later call could write.
             with torch.inference_mode(False):
-                entry = _State(*torch.zeros(2, *plan.state_shape, dtype=torch.float32, device=device))
+                entry = StateEntry(*torch.zeros(2, *plan.state_shape, dtype=torch.float32, device=device))
             self._states[name] = entry
             self._new.add(name)
         elif entry.state.shape != plan.state_shape or entry.state.device != device:
@@ -107,13 +108,13 @@ class Residuals:
                 f"residuals, or reset these."
             )
         self._in_flight.add(name)
-        return Momentum(entry.state, entry.spare, self.decay, self.gain * share, self.alpha)
+        return entry
 
     def commit(self, names: Iterable[str]) -> None:
         """Keep what the encodes of these names left."""
         for name in names:
             state, spare = self._states[name]
-            self._states[name] = _State(spare, state)
+            self._states[name] = StateEntry(spare, state)
         self._in_flight.difference_update(names)
         self._new.difference_update(names)
 
@@ -130,7 +131,7 @@ class Residuals:
             if name in self._in_flight:
                 raise InvalidArgumentError(f"{name} was used again since, and cannot go back: roll it back before.")
             state, spare = self._states[name]
-            self._states[name] = _State(spare, state)
+            self._states[name] = StateEntry(spare, state)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -151,7 +152,7 @@ class Residuals:
                     f"the residual of {name} is {state.dtype} {list(state.shape)}, but must be torch.float32 of two "
                     f"dims, chunks and their coefficients, as state_dict() returns them."
                 )
-        self._states = {name: _State(*_two_of(state)) for name, state in states.items()}
+        self._states = {name: StateEntry(*_two_of(state)) for name, state in states.items()}
 
     def _require_rest(self, what: str) -> None:
         busy = self._claimed | self._in_flight

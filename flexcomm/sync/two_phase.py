@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flexcomm.codec import BufferPlan, Decoder, Encoder, assemble_buffer
+from flexcomm.codec import Decoder, Encoder, assemble_buffer
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import WireError
-from flexcomm.kernels import Momentum, Selection, TensorPlan, ValueCode
+from flexcomm.kernels import BufferPlan, Selection, TensorPlan, ValueCode
 from flexcomm.sync.algorithms import Collective, FailedExchange, Steps, decoder_for, encode_
 from flexcomm.sync.shards import TensorShard, shard_tensor
 
@@ -137,7 +137,10 @@ def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
     for part, encoder in zip(plan.parts, phases.encoders, strict=True):
         numbered = list(zip(part.numbers, part.shards, strict=True))
         inputs = [one.of(shard[number]) for number, one in numbered]
-        encode_(ctx, encoder, inputs, [_state_of(ctx.states[number], one) for number, one in numbered])
+        states, states_out = (
+            held and [one.state_of(held[number]) for number, one in numbered] for held in (ctx.states, ctx.states_out)
+        )
+        encode_(ctx, encoder, inputs, states, states_out)
     sends = [(node, encoder.buffer) for node, encoder in enumerate(phases.encoders)]
     sent = sum(buffer.numel() for node, buffer in sends if node != mine)
     ctx.record.payload_bytes += sent + own.sent.nbytes
@@ -172,11 +175,6 @@ def _make_phases(ctx: BucketContext, plan: TwoPhasePlan) -> _Phases:
     )
 
 
-def _state_of(momentum: Momentum, shard: TensorShard) -> Momentum:
-    state, next_state = (None if one is None else shard.state_of(one) for one in (momentum.state, momentum.next_state))
-    return momentum._replace(state=state, next_state=next_state)
-
-
 def _average_own_part(ctx: BucketContext, phases: _Phases) -> WireError | None:
     """Average what the nodes sent of this node's part, and encode the averages.
 
@@ -192,5 +190,9 @@ def _average_own_part(ctx: BucketContext, phases: _Phases) -> WireError | None:
         if not nonfinite:
             phases.decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.average)
     ctx.nonfinite = ctx.nonfinite or ", ".join(nonfinite)
-    encode_(ctx, phases.averages_encoder, phases.coefficients, [Momentum()] * len(phases.coefficients))
+    if ctx.nonfinite:
+        phases.averages_encoder.mark_nonfinite_(step=ctx.step, sequence=ctx.sequence)
+    else:
+        with ctx.record.time("encode"):
+            ctx.nonfinite = phases.averages_encoder.encode_(phases.coefficients, step=ctx.step, sequence=ctx.sequence)
     return failure

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from flexcomm.codec.wire import plan_layout
-from flexcomm.kernels import IndexCode, Layout, Momentum, SampleKey, Selection, TensorPlan, ValueCode
+from flexcomm.codec import assemble_buffer
+from flexcomm.compress import TensorSpec
+from flexcomm.kernels import IndexCode, Layout, Selection, StateUpdate, TensorPlan, ValueCode, plan_layout
+from flexcomm.kernels.layout import HEADER_NWORDS, WORD_NBYTES, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-__all__ = ["DTYPES", "Case", "Geometry", "layout_with", "numbers", "sampled_cases", "with_gaps"]
+    from flexcomm.kernels import BufferPlan
+
+__all__ = ["DTYPES", "BucketCase", "numbers", "sampled_buckets", "with_gaps"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = ("normal", "ties", "tiny", "sparse", "wide", "zeros")
-MEMORIES = ("none", "apart", "same", "first", "last")
+STATES = ("none", "apart", "same")
 
 Option = TypeVar("Option")
 
@@ -57,39 +62,65 @@ GEOMETRIES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One encoding of one tensor. ``memory``: which states there are, and whether they are the same."""
+    """One encoding of one tensor. ``held``: whether there are states, and whether they are updated in place.
+
+    ``code`` is an index code that need not be the shortest: kernels are told, and do not choose.
+    """
 
     shape: tuple[int, ...]
     plan: TensorPlan
     code: IndexCode | None
     dtype: torch.dtype
     kind: str
-    memory: str
+    held: str
     gaps: bool
     seed: int
 
-    def layout(self, entries: int) -> Layout:
+    def layout(self) -> Layout:
+        entries = self.plan.entries
         return plan_layout(self.plan, entries) if self.code is None else layout_with(self.plan, entries, self.code)
-
-    def sample_key(self) -> SampleKey:
-        return SampleKey(0x9E3779B9 * (self.seed + 1) % (1 << 32), self.seed % self.plan.chunk_numel)
 
     def x(self, sender: int = 0) -> Tensor:
         x = numbers(self.kind, self.shape, self.seed + 1000 * sender).to(self.dtype)
         return with_gaps(x) if self.gaps else x
 
-    def momentum(self, device: str, sender: int = 0) -> Momentum:
-        """Return states in memory of their own; what will be filled holds NaN before."""
-        old = numbers("normal", self.plan.state_shape, self.seed + 1000 * sender + 500).to(device)
-        new = torch.full_like(old, torch.nan)
-        state, next_state = {
-            "none": (None, None),
-            "apart": (old, new),
-            "same": (old, old),
-            "first": (None, new),
-            "last": (old, None),
-        }[self.memory]
-        return Momentum(state, next_state, decay=0.875, gain=0.75, alpha=(1.0, 1.0, 0.3)[self.seed % 3])
+
+@dataclass(frozen=True)
+class BucketCase:
+    """One encoding of one bucket: cases of one tensor each, whose states are held and updated alike."""
+
+    cases: tuple[Case, ...]
+
+    @cached_property
+    def plan(self) -> BufferPlan:
+        specs = tuple(TensorSpec(f"t{number}", case.shape, case.dtype) for number, case in enumerate(self.cases))
+        plan = assemble_buffer(specs, tuple(case.plan for case in self.cases))
+        layouts = tuple(case.layout() for case in self.cases)
+        nwords = HEADER_NWORDS + sum(layout.nwords for layout in layouts)
+        return replace(plan, layouts=layouts, nbytes=WORD_NBYTES * aligned(nwords))
+
+    @property
+    def update(self) -> StateUpdate:
+        seed = self.cases[0].seed
+        return StateUpdate(decay=0.875, gain=0.75, alpha=(1.0, 1.0, 0.3)[seed // len(self.cases) % 3])
+
+    def tensors(self, device: str, sender: int = 0) -> list[Tensor]:
+        return [case.x(sender).to(device) for case in self.cases]
+
+    def states(self, device: str, sender: int = 0) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Return states in memory of their own: what is read, and what will be filled, which holds NaN before."""
+        if self.cases[0].held == "none":
+            return None
+        old = [
+            numbers("normal", case.plan.state_shape, case.seed + 1000 * sender + 500).to(device) for case in self.cases
+        ]
+        return old, old if self.cases[0].held == "same" else [torch.full_like(state, torch.nan) for state in old]
+
+
+def sampled_buckets(count: int, seed: int = 0, size: int = 3) -> list[BucketCase]:
+    """Return buckets of sampled cases."""
+    cases = sampled_cases(count * size, seed)
+    return [BucketCase(tuple(cases[begin : begin + size])) for begin in range(0, len(cases), size)]
 
 
 def sampled_cases(count: int, seed: int = 0) -> list[Case]:
@@ -113,9 +144,9 @@ def sampled_cases(count: int, seed: int = 0) -> list[Case]:
             share = 1 if selection is Selection.EVERYTHING else draw((1, 2, 7, 100))
             plan = replace(whole, selection=selection, k=max(1, whole.k // share))
         sends_indices = plan_layout(plan, plan.entries).code is not IndexCode.NONE
-        code = draw((None, *list(IndexCode)[1:])) if sends_indices else None
+        code = draw((None, *list(IndexCode)[1:])) if sends_indices and not plan.variable_length else None
         cases.append(
-            Case(where.shape, plan, code, draw(DTYPES), draw(KINDS), draw(MEMORIES), draw((True, False, False)), number)
+            Case(where.shape, plan, code, draw(DTYPES), draw(KINDS), draw(STATES), draw((True, False, False)), number)
         )
     return cases
 

@@ -1,4 +1,4 @@
-"""The coefficient domain, seen through a kernel set's own verbs: a plan that transforms nothing shows what is sent."""
+"""The coefficient domain, seen through a kernel set's own calls: a plan that transforms nothing shows what is sent."""
 
 from __future__ import annotations
 
@@ -7,65 +7,126 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flexcomm.codec.wire import plan_layout
-from flexcomm.kernels import NO_SAMPLE_KEY, Momentum, Payload, Selection, ThresholdCounts, ValueCode
+from flexcomm.codec import assemble_buffer
+from flexcomm.compress import TensorSpec
+from flexcomm.kernels import Problem, Region, Selection, StateUpdate, Status, ValueCode
+from flexcomm.kernels.layout import WORD_NBYTES, RawHeader
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from flexcomm.kernels import Kernels, Layout, SampleKey, TensorPlan
+    from flexcomm.kernels import BufferPlan, Kernels, TensorPlan
 
-__all__ = ["NO_MOMENTUM", "Sent", "coefficients_of", "elements_of", "encode", "everything_of", "sent_coefficients"]
+__all__ = [
+    "PLAIN",
+    "SEQUENCE",
+    "Sent",
+    "coefficients_of",
+    "decode",
+    "elements_of",
+    "encode",
+    "encode_bucket",
+    "everything_of",
+    "plan_single",
+    "sent_coefficients",
+]
 
-NO_MOMENTUM = Momentum()
+PLAIN = StateUpdate()
 _GARBAGE = -0x21524111
+SEQUENCE = 7
 
 
 class Sent(NamedTuple):
-    """A payload, alone in its words, and what the kernels said about it."""
+    """A buffer, what it was encoded by, and what the kernels said about it."""
 
     words: Tensor
-    payload: Payload
-    threshold: ThresholdCounts | None
-    is_finite: bool
+    plan: BufferPlan
+    step: int
+    status: Status
+
+    @property
+    def is_sound(self) -> bool:
+        return self.status.problem is Problem.NONE
+
+
+def plan_single(plan: TensorPlan, name: str = "x") -> BufferPlan:
+    """Return the plan of a bucket of one tensor."""
+    return assemble_buffer((TensorSpec(name, (plan.rows, plan.cols), torch.float32),), (plan,))
 
 
 def encode(
     kernels: Kernels,
     x: Tensor,
     plan: TensorPlan,
-    sample_key: SampleKey = NO_SAMPLE_KEY,
-    momentum: Momentum = NO_MOMENTUM,
-    layout: Layout | None = None,
+    state: Tensor | None = None,
+    state_out: Tensor | None = None,
+    update: StateUpdate = PLAIN,
+    *,
+    step: int = 0,
+    name: str = "x",
 ) -> Sent:
-    """Return the payload of ``x``; its words held garbage before, so a word that was forgotten shows."""
-    threshold = kernels.find_threshold(x, plan, momentum) if plan.is_variable else None
-    entries = int(threshold.counts.sum()) if threshold is not None and plan.variable_length else plan.entries
-    layout = layout or plan_layout(plan, entries)
-    words = torch.full((layout.nwords,), _GARBAGE, dtype=torch.int32, device=x.device)
-    is_finite = kernels.encode_(x, words, plan, layout, sample_key, momentum, threshold)
-    return Sent(words, Payload(0, layout, threshold and threshold.counts), threshold, is_finite)
+    """Return the buffer of ``x`` alone."""
+    states = None if state is None or state_out is None else ([state], [state_out])
+    return encode_bucket(kernels, plan_single(plan, name), [x], states, update, step=step)
 
 
-def sent_coefficients(kernels: Kernels, sent: Sent, plan: TensorPlan, sample_key: SampleKey = NO_SAMPLE_KEY) -> Tensor:
-    """Return the coefficients ``[chunks, chunk_numel]`` a payload carries, zero where it carries none."""
+def encode_bucket(
+    kernels: Kernels,
+    plan: BufferPlan,
+    tensors: Sequence[Tensor],
+    states: tuple[list[Tensor], list[Tensor]] | None = None,
+    update: StateUpdate = PLAIN,
+    *,
+    step: int = 0,
+) -> Sent:
+    """Return the buffer of tensors, whose ``states`` are those read and those written.
+
+    Its words held garbage before, so a word that was forgotten shows.
+    """
+    words = torch.full((plan.nwords,), _GARBAGE, dtype=torch.int32, device=tensors[0].device)
+    encoder, (before, after) = kernels.encoder(plan, words), states or (None, None)
+    status = Status.of(int(encoder.encode_(tensors, before, after, update, step=step, sequence=SEQUENCE)))
+    nwords = plan.nwords
+    if plan.variable_length:
+        header = RawHeader.unpack(words[:16].cpu().numpy().tobytes())
+        nwords = 16 + header.payload_nbytes // WORD_NBYTES
+    return Sent(words[:nwords], plan, step, status)
+
+
+def decode(kernels: Kernels, sent: Sent, decoded_as: TensorPlan, out: Tensor) -> None:
+    """Fill ``out`` with what a buffer of one tensor holds, seen as ``decoded_as``."""
+    region = Region("sender", 0, sent.words.numel())
+    plan = plan_single(decoded_as, sent.plan.specs[0].name)
+    decoder = kernels.decoder(sent.plan, sent.words, [region], plan)
+    word = int(decoder.verify(step=sent.step, sequence=SEQUENCE))
+    if word:
+        raise AssertionError(f"{kernels.name} kernels: their own buffer is refused: {Status.of(word)}")
+    decoder.decode_([out], step=sent.step, average="nodes")
+
+
+def sent_coefficients(kernels: Kernels, sent: Sent) -> Tensor:
+    """Return the coefficients ``[chunks, chunk_numel]`` a buffer of one tensor carries, zero where it carries none."""
+    plan = sent.plan.plans[0]
     found = torch.empty(plan.state_shape, device=sent.words.device)
-    kernels.decode_(sent.words, [sent.payload], _flat(plan), sample_key, "nodes", found)
+    decode(kernels, sent, _flat(plan), found)
     return found
 
 
-def coefficients_of(kernels: Kernels, x: Tensor, plan: TensorPlan, momentum: Momentum = NO_MOMENTUM) -> Tensor:
+def coefficients_of(
+    kernels: Kernels, x: Tensor, plan: TensorPlan, state: Tensor | None = None, update: StateUpdate = PLAIN
+) -> Tensor:
     """Return ``decay * state + gain * coefficients`` of ``x``, from which the plan will select."""
-    whole = everything_of(plan)
-    return sent_coefficients(kernels, encode(kernels, x, whole, momentum=momentum._replace(next_state=None)), whole)
+    rest = None if state is None else torch.empty_like(state)
+    return sent_coefficients(kernels, encode(kernels, x, everything_of(plan), state, rest, update))
 
 
 def elements_of(kernels: Kernels, coefficients: Tensor, plan: TensorPlan) -> Tensor:
     """Return the elements ``[rows, cols]`` that have these coefficients."""
     whole = everything_of(plan)
-    sent = encode(kernels, coefficients, _flat(whole))
     elements = torch.empty(plan.rows, plan.cols, device=coefficients.device)
-    kernels.decode_(sent.words, [sent.payload], whole, NO_SAMPLE_KEY, "nodes", elements)
+    decode(kernels, encode(kernels, coefficients, _flat(whole)), whole, elements)
     return elements
 
 

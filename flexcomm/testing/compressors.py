@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from flexcomm.codec import BufferPlan, decode_bucket_, encode_bucket_, is_dense, plan_buffer, regions_of
-from flexcomm.codec.wire import ALIGNMENT, HEADER_NBYTES
-from flexcomm.compress import TensorSpec, dense, sample_key_for
+from flexcomm.codec import decode_bucket_, encode_bucket_, is_dense, plan_buffer, regions_of
+from flexcomm.compress import TensorSpec, dense
 from flexcomm.kernels import (
     Average,
+    BufferPlan,
     Kernels,
-    Momentum,
     ReferenceKernels,
+    StateUpdate,
     TensorPlan,
     ValueCode,
     choose_kernels,
 )
+from flexcomm.kernels.layout import ALIGNMENT, HEADER_NBYTES
 from flexcomm.testing.cases import DTYPES, numbers, with_gaps
-from flexcomm.testing.coefficients import coefficients_of, elements_of, encode, sent_coefficients
+from flexcomm.testing.coefficients import coefficients_of, decode, elements_of, encode, sent_coefficients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,18 +70,17 @@ def a_tensor_is_always_planned_alike(compressor: Compressor, kernels: Kernels, d
 
 
 def nothing_is_lost_only_late(compressor: Compressor, kernels: Kernels, device: str) -> None:
-    """``decay * state + gain * coefficients == decoded + next_state``, to the bit.
+    """``decay * state + gain * coefficients == decoded + state_out``, to the bit.
 
     A float minus what it was rounded to is a float. Not so for signs: a small number minus a scale much larger is
     rounded, to half a unit in the last place of the result, which is no larger than the larger of both.
     """
     for spec in SPECS:
         plan, x = compressor.plan(spec), make(spec, device)
-        state, sample_key = numbers("normal", plan.state_shape, 7).to(device), sample_key_for(plan, 5, spec.name)
-        momentum = Momentum(state, torch.empty_like(state), decay=0.875, gain=0.75)
-        before = coefficients_of(kernels, x, plan, momentum).double()
-        sent = encode(kernels, x, plan, sample_key, momentum)
-        decoded, late = sent_coefficients(kernels, sent, plan, sample_key).double(), state_of(momentum).double()
+        state, update = numbers("normal", plan.state_shape, 7).to(device), StateUpdate(decay=0.875, gain=0.75)
+        before, rest = coefficients_of(kernels, x, plan, state, update).double(), torch.empty_like(state)
+        sent = encode(kernels, x, plan, state, rest, update, step=5, name=spec.name)
+        decoded, late = sent_coefficients(kernels, sent).double(), rest.double()
         lost = (before - decoded - late).abs()
         largest = torch.maximum(before.abs(), decoded.abs())
         allowed = largest * 2.0**-23 if not _is_rounded(plan.values) else torch.zeros_like(lost)
@@ -93,9 +93,8 @@ def payload_and_remainder_make_the_tensor(compressor: Compressor, kernels: Kerne
     """Rounding: the transform there and back in float32, and twice the output's own dtype."""
     for spec in SPECS:
         plan, x = compressor.plan(spec), make(spec, device)
-        late, sample_key = torch.empty(plan.state_shape, device=device), sample_key_for(plan, 3, spec.name)
-        sent, out = encode(kernels, x, plan, sample_key, Momentum(None, late)), torch.empty_like(x)
-        kernels.decode_(sent.words, [sent.payload], plan, sample_key, "nodes", out)
+        late, out = torch.zeros(plan.state_shape, device=device), torch.empty_like(x)
+        decode(kernels, encode(kernels, x, plan, late, late, step=3, name=spec.name), plan, out)
         restored = out.float() + elements_of(kernels, late, plan).reshape(spec.shape)
         allowed = (2.0**-20 + 2 * torch.finfo(spec.dtype).eps) * (x.float().norm() + out.float().norm())
         require_close(compressor, restored, x.float(), float(allowed), f"{spec}: payload and remainder make the tensor")
@@ -131,10 +130,9 @@ def every_coefficient_is_sent_in_due_time(compressor: Compressor, kernels: Kerne
         gains = spread(plan).to(device) * (plan.tau / 2 or 1.0)
         state, reached = torch.zeros_like(gains), torch.zeros_like(gains, dtype=torch.bool)
         for step in range(steps):
-            sample_key = sample_key_for(plan, step, spec.name)
             state += gains
-            sent = encode(kernels, x, plan, sample_key, Momentum(state, state))
-            reached |= sent_coefficients(kernels, sent, plan, sample_key) != 0
+            sent = encode(kernels, x, plan, state, state, step=step, name=spec.name)
+            reached |= sent_coefficients(kernels, sent) != 0
         missed = int((~reached).sum())
         require(compressor, missed == 0, f"{spec}: every coefficient is sent within {steps} steps, but not {missed}")
 
@@ -230,12 +228,6 @@ def spread(plan: TensorPlan) -> Tensor:
     return (1.0 + order / (chunks * length)) * (1 - 2 * (order % 2))
 
 
-def state_of(momentum: Momentum) -> Tensor:
-    if momentum.next_state is None:
-        raise AssertionError("a momentum that remembers has a next state")
-    return momentum.next_state
-
-
 def exchange(
     compressor: Compressor,
     kernels: Kernels,
@@ -262,8 +254,7 @@ def exchange(
 
 def send(plan: BufferPlan, kernels: Kernels, tensors: Sequence[Tensor], states: Sequence[Tensor], step: int) -> Tensor:
     buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=tensors[0].device)
-    momenta = [Momentum(state, state) for state in states]
-    nbytes = encode_bucket_(plan, tensors, buffer, step=step, sequence=step, kernels=kernels, momenta=momenta)
+    nbytes = encode_bucket_(plan, tensors, buffer, step=step, sequence=step, kernels=kernels, states=states)
     return buffer[:nbytes]
 
 

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
 
 from flexcomm.kernels import (
-    NO_SAMPLE_KEY,
+    LARGEST_MAGNITUDE,
     Average,
-    IndexCode,
-    Momentum,
-    Payload,
-    PayloadError,
+    Problem,
     ReferenceKernels,
+    Region,
     Selection,
+    Status,
     TensorPlan,
     ValueCode,
 )
-from flexcomm.kernels.base import LARGEST_MAGNITUDE
-from flexcomm.testing.cases import DTYPES, Case, layout_with, numbers, sampled_cases, with_gaps
-from flexcomm.testing.coefficients import Sent, encode
+from flexcomm.kernels.layout import CHECKSUM_WORD, HEADER_NWORDS, checksum_of
+from flexcomm.testing.cases import DTYPES, BucketCase, numbers, sampled_buckets, with_gaps
+from flexcomm.testing.coefficients import SEQUENCE, Sent, decode, encode, encode_bucket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from flexcomm.kernels import Kernels
+    from flexcomm.kernels import BucketDecoder, Kernels
 
-__all__ = ["KERNEL_LAWS", "check_kernels"]
+__all__ = ["KERNEL_LAWS", "check_kernels", "reseal_"]
 
 _REFERENCE = ReferenceKernels()
+_STEP = 5
 _LENGTHS = (0, 1, 37, 2100)
 _MIXTURES: tuple[tuple[float, tuple[float, ...]], ...] = (
     (0.6, (0.4,)),
@@ -57,25 +56,19 @@ def check_kernels(kernels: Kernels, device: str = "cpu") -> None:
         law(kernels, device)
 
 
-def encode_writes_the_references_words(kernels: Kernels, device: str) -> None:
-    for case in sampled_cases(60):
-        x, momentum = case.x().to(device), case.momentum(device)
-        sent, expected = encode_case(kernels, case, x, momentum), encode_case(_REFERENCE, case, case.x())
-        require_equal(kernels, sent.words, expected.words, f"encode_ writes the reference's words: {case}")
-        require(kernels, sent.is_finite == expected.is_finite, f"encode_ tells whether all is finite: {case}")
-        require_equal(kernels, x, case.x(), f"encode_ leaves x alone: {case}")
-        if case.memory in ("apart", "last"):
-            require_equal(
-                kernels, momentum.state, case.momentum("cpu").state, f"encode_ leaves the state alone: {case}"
-            )
-
-
-def encode_keeps_what_the_reference_keeps(kernels: Kernels, device: str) -> None:
-    for case in sampled_cases(60, seed=1):
-        momentum, expected = case.momentum(device), case.momentum("cpu")
-        encode_case(kernels, case, case.x().to(device), momentum)
-        encode_case(_REFERENCE, case, case.x(), expected)
-        require_equal(kernels, momentum.next_state, expected.next_state, f"what is not sent is kept: {case}")
+def encode_fills_buffer_and_states_as_the_reference_does(kernels: Kernels, device: str) -> None:
+    for bucket in sampled_buckets(60):
+        tensors, states, expected_states = bucket.tensors(device), bucket.states(device), bucket.states("cpu")
+        sent = encode_bucket(kernels, bucket.plan, tensors, states, bucket.update, step=_STEP)
+        expected = encode_bucket(
+            _REFERENCE, bucket.plan, bucket.tensors("cpu"), expected_states, bucket.update, step=_STEP
+        )
+        require(kernels, sent.status == expected.status, f"encode_ returns the reference's status: {bucket}")
+        require_equal(kernels, sent.words, expected.words, f"encode_ writes the reference's words: {bucket}")
+        for x, before in zip(tensors, bucket.tensors("cpu"), strict=True):
+            require_equal(kernels, x, before, f"encode_ leaves tensors alone: {bucket}")
+        for got, wanted in zip(chain(*(states or ())), chain(*(expected_states or ())), strict=True):
+            require_equal(kernels, got, wanted, f"what is not sent is kept, and a state apart left alone: {bucket}")
 
 
 def zeros_keep_the_sign_the_reference_gives_them(kernels: Kernels, device: str) -> None:
@@ -83,21 +76,28 @@ def zeros_keep_the_sign_the_reference_gives_them(kernels: Kernels, device: str) 
     for values in ValueCode:
         for selection, keep in ((Selection.EVERYTHING, 8), (Selection.LARGEST, 5), (Selection.STRIDED, 3)):
             plan = TensorPlan(1, 8, 1, 8, False, selection, keep, values)
-            late, expected = torch.empty(1, 8, device=device), torch.empty(1, 8)
-            sent = encode(kernels, x.to(device), plan, momentum=Momentum(None, late))
-            reference = encode(_REFERENCE, x, plan, momentum=Momentum(None, expected))
+            late, expected = torch.full((1, 8), -0.0, device=device), torch.full((1, 8), -0.0)
+            sent, reference = (
+                encode(kernels, x.to(device), plan, late, late),
+                encode(_REFERENCE, x, plan, expected, expected),
+            )
             require_equal(kernels, sent.words, reference.words, f"zeros are sent as the reference sends them: {plan}")
             require_equal(kernels, late, expected, f"zeros are kept as the reference keeps them: {plan}")
 
 
-def encode_reports_a_broken_state(kernels: Kernels, device: str) -> None:
+def a_nonfinite_state_is_named_and_the_buffer_marked(kernels: Kernels, device: str) -> None:
     for values in ValueCode:
         for broken in (torch.nan, torch.inf, -torch.inf):
             plan = TensorPlan(1, 64, 1, 32, False, Selection.LARGEST, 2, values)
             state = torch.zeros(plan.state_shape, device=device)
             state[1, 7] = broken
-            sent = encode(kernels, torch.ones(64, device=device), plan, momentum=Momentum(state, state))
-            require(kernels, not sent.is_finite, f"encode_ is False for a state that holds {broken}, {values.name}")
+            sent = encode(kernels, torch.ones(64, device=device), plan, state, torch.empty_like(state))
+            require(
+                kernels,
+                sent.status.problem is Problem.STATE,
+                f"a state that holds {broken}, {values.name}: {sent.status}",
+            )
+            require_marked(kernels, sent)
 
 
 def a_full_threshold_sends_exactly_its_capacity(kernels: Kernels, device: str) -> None:
@@ -105,133 +105,182 @@ def a_full_threshold_sends_exactly_its_capacity(kernels: Kernels, device: str) -
     plan = TensorPlan(1, 70, 1, 32, False, Selection.ABOVE, 40, ValueCode.FP32, tau=0.5)
     x = torch.ones(70)
     x[50] = 3.0
-    rest = torch.empty(plan.state_shape, device=device)
-    sent = encode(kernels, x.to(device), plan, momentum=Momentum(None, rest))
+    rest = torch.zeros(plan.state_shape, device=device)
+    encode(kernels, x.to(device), plan, rest, rest)
     expected = torch.nn.functional.pad(x, (0, 26))
     expected[:39], expected[50] = 0.0, 0.0
-    require_equal(kernels, sent.payload.counts, torch.tensor([32, 8, 0]), f"the first chunks fill the capacity: {plan}")
     require_equal(kernels, rest.view(-1), expected, f"the largest and then the first leave: {plan}")
 
 
-def many_broken_coefficients_are_not_overlooked(kernels: Kernels, device: str) -> None:
+def many_nonfinite_coefficients_are_not_overlooked(kernels: Kernels, device: str) -> None:
     """A threshold that rises must not rise above NaN: nothing would be sent, and nobody would hear of it."""
     plan = TensorPlan(1, 64, 1, 32, False, Selection.ABOVE, 5, ValueCode.BF16, tau=0.5)
     for bits in (0x7FFFFFFF, 0x7FC00000, 0x7F800000):
         state = torch.full(plan.state_shape, bits, dtype=torch.int32).view(torch.float32).to(device)
-        sent = encode(kernels, torch.ones(64, device=device), plan, momentum=Momentum(state, state.clone(), decay=1.0))
-        require(kernels, not sent.is_finite, f"encode_ is False for a state full of {bits:08x}")
-        require(kernels, entries_of(sent) == plan.k, f"no more than the capacity, {bits:08x}")
+        sent = encode(kernels, torch.ones(64, device=device), plan, state, state.clone())
+        require(kernels, sent.status.problem is Problem.STATE, f"a state full of {bits:08x}: {sent.status}")
 
 
-def find_threshold_counts_what_the_reference_counts(kernels: Kernels, device: str) -> None:
-    for case in (case for case in sampled_cases(150, seed=2) if case.plan.is_variable):
-        x, momentum = case.x().to(device), case.momentum(device)
-        got = kernels.find_threshold(x, case.plan, momentum)
-        expected = _REFERENCE.find_threshold(case.x(), case.plan, case.momentum("cpu"))
-        require_equal(kernels, got.counts, expected.counts, f"find_threshold counts what reaches the threshold: {case}")
-        require(kernels, got.tau_bits == expected.tau_bits, f"find_threshold finds the reference's threshold: {case}")
-        require_equal(kernels, x, case.x(), f"find_threshold leaves x alone: {case}")
-        require_equal(
-            kernels, momentum.state, case.momentum("cpu").state, f"find_threshold leaves states alone: {case}"
-        )
-
-
-def counts_are_read_as_they_were_written(kernels: Kernels, device: str) -> None:
-    for case in (case for case in sampled_cases(150, seed=3) if case.plan.is_variable and case.plan.chunks):
-        sent = encode_case(_REFERENCE, case, case.x())
-        words = torch.cat((torch.full((3,), -1, dtype=torch.int32), sent.words)).to(device)
-        require_equal(kernels, kernels.read_counts(words, case.plan, 3), sent.payload.counts, f"read_counts: {case}")
-    plan = TensorPlan(1, 400, 1, 40, False, Selection.ABOVE, 400, ValueCode.FP32)
-    too_many = torch.tensor([0, 41 << 4, 0], dtype=torch.int32, device=device)
-    require(kernels, kernels.read_counts(too_many, plan, 0) is None, "read_counts is None if a count exceeds a chunk")
-
-
-def errors_are_found_where_the_reference_finds_them(kernels: Kernels, device: str) -> None:
-    """One word is damaged at a time, so that there is one error to name."""
-    random = np.random.default_rng(4)
-    for case in sampled_cases(60, seed=4):
-        sent = encode_case(_REFERENCE, case, case.x())
-        layout, counts = sent.payload.layout, sent.payload.counts
-        payload = sent.payload._replace(counts=None if counts is None else counts.to(device))
-        words = sent.words.to(device)
-        require(kernels, kernels.find_error(words, payload, case.plan) is PayloadError.NONE, f"{case} is faultless")
-        for _ in range(4 if layout.nwords > layout.indices else 0):
-            place = int(random.integers(layout.indices, layout.nwords))
-            damaged = sent.words.clone()
-            damaged[place] = (0, -1, damaged[place] ^ (1 << int(random.integers(31))))[int(random.integers(3))]
-            got = kernels.find_error(damaged.to(device), payload, case.plan)
-            expected = _REFERENCE.find_error(damaged, sent.payload, case.plan)
-            require(kernels, got is expected, f"find_error is {expected!r}, not {got!r}, of word {place}: {case}")
-
-
-def the_first_kind_of_error_is_named(kernels: Kernels, device: str) -> None:
-    """Whatever chunk it is in, and however chunks are shared out."""
-    plan = TensorPlan(1, 4096, 1, 64, False, Selection.LARGEST, 4, ValueCode.BF16)
-    sent = encode(_REFERENCE, torch.randn(4096, generator=torch.Generator().manual_seed(0)), plan)
-    layout, words = sent.payload.layout, sent.words.clone()
-    words[layout.values] = 0x7FC07FC0
-    got = kernels.find_error(words.to(device), sent.payload, plan)
-    require(kernels, got is PayloadError.VALUE, f"NaN in the first chunk is a error of values, not {got!r}")
-    words[layout.scales - 1] = 0
-    got = kernels.find_error(words.to(device), sent.payload, plan)
-    require(kernels, got is PayloadError.INDEX, f"indices that are missing in the last chunk come first, not {got!r}")
-
-
-def decode_gives_the_references_average(kernels: Kernels, device: str) -> None:
-    """Payloads lie at any word; outputs hold NaN before, and may have gaps."""
-    for number, case in enumerate(sampled_cases(60, seed=5)):
-        if case.plan.variable_length and case.code is None:
-            continue
-        sent = [encode_case(_REFERENCE, case, case.x(sender), sender=sender) for sender in range(1 + number % 3)]
-        require_decoded(kernels, sent, case, device, f"decode_ averages as the reference does: {case}")
-
-
-def payloads_of_one_average_may_be_laid_out_differently(kernels: Kernels, device: str) -> None:
-    """Exact payloads are as long as what they hold, so the shortest index code differs from sender to sender."""
-    plan = TensorPlan(1, 500, 1, 100, False, Selection.ABOVE, 500, ValueCode.BF16, tau=1.0, variable_length=True)
-    case = Case((500,), plan, None, torch.float32, "normal", "none", False, 6)
-    sent = [encode(_REFERENCE, scale * case.x(sender), plan) for sender, scale in enumerate((0.5, 1.0, 4.0))]
-    require(kernels, len({one.payload.layout.code for one in sent}) > 1, "layouts differ, or this shows nothing")
-    require_decoded(kernels, sent, case, device, f"each payload is read by its own layout: {case}")
-    codes = (IndexCode.BITMAP, IndexCode.PACKED, IndexCode.ELIAS_FANO)
-    fixed = replace(plan, selection=Selection.LARGEST, k=9, variable_length=False)
-    other = replace(case, plan=fixed)
-    coded = [encode(_REFERENCE, other.x(i), fixed, layout=layout_with(fixed, 45, code)) for i, code in enumerate(codes)]
-    require_decoded(kernels, coded, other, device, f"each payload is read by its own layout: {other}")
-
-
-def decode_adds_in_the_order_given(kernels: Kernels, device: str) -> None:
-    plan = TensorPlan(1, 2, 1, 2, False, Selection.EVERYTHING, 2, ValueCode.FP32)
-    large, small = torch.tensor([2.0**60, -(2.0**60)]), torch.tensor([1.0, 1.0])
-    for order, expected in (((large, -large, small), 1.0 / 3.0), ((large, small, -large), 0.0)):
-        sent = [encode(_REFERENCE, x, plan) for x in order]
-        words, payloads = joined(sent, device)
-        out = torch.empty(2, device=device)
-        kernels.decode_(words, payloads, plan, NO_SAMPLE_KEY, "nodes", out)
-        require_equal(kernels, out, torch.full((2,), expected), "payloads are added in the order given")
-
-
-def the_checksum_is_the_references(kernels: Kernels, device: str) -> None:
-    for length in (0, 1, 7, 100, 5000):
-        words = torch.from_numpy(np.random.default_rng(length).integers(-(1 << 31), 1 << 31, length, np.int32))
-        for first in (0, 13, (1 << 33) + 7):
-            got, expected = kernels.checksum(words.to(device), first), _REFERENCE.checksum(words, first)
-            require(kernels, got == expected, f"checksum of {length} words from {first} on")
-
-
-def fit_is_finite_and_below_the_largest_magnitude(kernels: Kernels, device: str) -> None:
+def nonfinite_tensors_are_found_and_the_buffer_marked(kernels: Kernels, device: str) -> None:
+    plan = TensorPlan(1, 600, 1, 100, False, Selection.EVERYTHING, 100, ValueCode.FP32)
     for dtype in DTYPES:
         top = torch.tensor(min(LARGEST_MAGNITUDE, torch.finfo(dtype).max), dtype=dtype)
         below = torch.nextafter(top.double(), torch.zeros(())) if dtype is torch.float64 else top.float() * (1 - 2**-8)
         verdicts = {0.0: True, float(below): True, -float(below): True, torch.nan: False, torch.inf: False}
         verdicts |= {-torch.inf: False, 2.0**100: False, -(2.0**100): False, 2.0**101: False}
         for value, verdict in verdicts.items():
-            for x in (torch.zeros(()), torch.zeros(301), torch.zeros(20, 30)):
-                holding = x.to(device, dtype)
-                holding.view(-1)[-1] = value
-                for one in (holding, with_gaps(holding)):
-                    require(kernels, kernels.is_finite(one) is verdict, f"is_finite is {verdict} of {value} in {dtype}")
-        require(kernels, kernels.is_finite(torch.zeros(0, dtype=dtype, device=device)), f"nothing is fit, {dtype}")
+            holding = torch.zeros(20, 30).to(device, dtype)
+            holding.view(-1)[-1] = value
+            for x in (holding, with_gaps(holding)):
+                state, before = torch.ones(plan.state_shape, device=device), torch.ones(plan.state_shape)
+                sent = encode(kernels, x, plan, state, torch.empty_like(state))
+                require(
+                    kernels,
+                    sent.is_sound is verdict,
+                    f"{value} in {dtype} is {'finite' if verdict else 'not'}: {sent.status}",
+                )
+                require_equal(kernels, state, before, "a state with a successor of its own is left alone")
+                if not verdict:
+                    require(kernels, sent.status.problem is Problem.NONFINITE, f"{value} in {dtype}: {sent.status}")
+                    require_marked(kernels, sent)
+
+
+def the_first_nonfinite_tensor_is_named(kernels: Kernels, device: str) -> None:
+    for bucket in sampled_buckets(10, seed=7):
+        tensors = bucket.tensors(device)
+        named = [number for number, x in enumerate(tensors) if x.numel() and number > 0]
+        for number in named:
+            tensors[number].fill_(torch.nan)
+        sent = encode_bucket(kernels, bucket.plan, tensors, bucket.states(device), bucket.update)
+        if named:
+            require(
+                kernels, sent.status == Status(Problem.NONFINITE, tensor=named[0]), f"{sent.status}, not {named[0]}"
+            )
+
+
+def verify_finds_what_the_reference_finds(kernels: Kernels, device: str) -> None:
+    """One word is damaged at a time, with a checksum that fits, so that there is one problem to name."""
+    random = np.random.default_rng(4)
+    for bucket in sampled_buckets(40, seed=4):
+        sent = [send(_REFERENCE, bucket, sender) for sender in range(2)]
+        words, regions = joined(sent)
+        require(kernels, verify(kernels, words.to(device), regions, bucket) == Status(), f"{bucket} is sound")
+        for _ in range(6):
+            damaged, (_, start, nwords) = words.clone(), regions[int(random.integers(2))]
+            place = start + int(random.integers(HEADER_NWORDS, max(nwords, HEADER_NWORDS + 1)))
+            if place >= start + nwords:
+                continue
+            damaged[place] = (0, -1, damaged[place] ^ (1 << int(random.integers(31))))[int(random.integers(3))]
+            reseal_(damaged[start : start + nwords])
+            got, expected = (
+                verify(one, damaged.to(where), regions, bucket)
+                for one, where in ((kernels, device), (_REFERENCE, "cpu"))
+            )
+            require(kernels, got == expected, f"verify is {expected}, not {got}, of word {place}: {bucket}")
+
+
+def verify_finds_any_damage_by_the_checksum(kernels: Kernels, device: str) -> None:
+    random = np.random.default_rng(6)
+    for bucket in sampled_buckets(10, seed=6):
+        sent = [send(_REFERENCE, bucket, sender) for sender in range(3)]
+        words, regions = joined(sent)
+        for _ in range(6):
+            damaged, sender = words.clone(), int(random.integers(3))
+            place = regions[sender].start + int(random.integers(regions[sender].nwords))
+            damaged[place] ^= 1 << int(random.integers(31))
+            got = verify(kernels, damaged.to(device), regions, bucket)
+            require(
+                kernels, got == Status(Problem.HEADER, sender), f"a bit of word {place} is wrong, but {got}: {bucket}"
+            )
+
+
+def verify_compares_step_and_sequence(kernels: Kernels, device: str) -> None:
+    bucket = sampled_buckets(1, seed=8)[0]
+    words, regions = joined([send(_REFERENCE, bucket, sender) for sender in range(2)])
+    decoder = kernels.decoder(bucket.plan, words.to(device), regions)
+    for step, sequence, verdict in ((_STEP, SEQUENCE, 0), (_STEP + 1, SEQUENCE, 1), (_STEP, SEQUENCE + 1, 1)):
+        word = int(decoder.verify(step=step, sequence=sequence))
+        require(
+            kernels,
+            word == (Status(Problem.HEADER).word if verdict else 0),
+            f"step {step}, sequence {sequence}: {Status.of(word)}",
+        )
+
+
+def verify_names_the_first_sender_with_the_flag(kernels: Kernels, device: str) -> None:
+    for bucket in sampled_buckets(6, seed=9):
+        sent = [send(kernels, bucket, sender, device) for sender in range(3)]
+        for sender in (1, 2):
+            words = torch.full((bucket.plan.nwords,), -1, dtype=torch.int32, device=device)
+            kernels.encoder(bucket.plan, words).mark_nonfinite_(step=_STEP, sequence=SEQUENCE)
+            nwords = HEADER_NWORDS if bucket.plan.variable_length else bucket.plan.nwords
+            sent[sender] = sent[sender]._replace(words=words[:nwords])
+        words, regions = joined(sent)
+        got = verify(kernels, words.to(device), regions, bucket)
+        require(
+            kernels, got == Status(Problem.NONFINITE, 1), f"sender 1 is the first with the flag, not {got}: {bucket}"
+        )
+
+
+def the_first_kind_of_problem_is_named(kernels: Kernels, device: str) -> None:
+    """Whatever chunk it is in, and however chunks are shared out."""
+    plan = TensorPlan(1, 4096, 1, 64, False, Selection.LARGEST, 4, ValueCode.BF16)
+    sent = encode(_REFERENCE, torch.randn(4096, generator=torch.Generator().manual_seed(0)), plan)
+    layout, words = sent.plan.layouts[0], sent.words.clone()
+    region = Region("sender", 0, words.numel())
+    for place, word, problem in (
+        (layout.values, 0x7FC07FC0, Problem.VALUE),
+        (layout.scales - 1, 0, Problem.INDEX),
+    ):
+        words[HEADER_NWORDS + place] = word
+        reseal_(words)
+        found = kernels.decoder(sent.plan, words.to(device), [region]).verify(step=0, sequence=SEQUENCE)
+        require(
+            kernels, Status.of(int(found)) == Status(problem), f"{problem!r} is the first, not {Status.of(int(found))}"
+        )
+
+
+def decode_gives_the_references_average(kernels: Kernels, device: str) -> None:
+    """Buffers lie one behind the other; outputs hold NaN before, and may have gaps.
+
+    Payloads of variable length are as long as what they hold, so the shortest index code may differ between senders.
+    """
+    averages: tuple[Average, ...] = get_args(Average)
+    for number, bucket in enumerate(sampled_buckets(60, seed=5)):
+        words, regions = joined([send(_REFERENCE, bucket, sender) for sender in range(1 + number % 3)])
+        here = words.to(device)
+        for average in averages:
+            expected = [torch.empty(case.shape, dtype=case.dtype) for case in bucket.cases]
+            verified(_REFERENCE, words, regions, bucket).decode_(expected, step=_STEP, average=average)
+            for spread in (False, True):
+                outs = [torch.full(case.shape, torch.nan, dtype=case.dtype, device=device) for case in bucket.cases]
+                outs = [with_gaps(out) for out in outs] if spread else outs
+                verified(kernels, here, regions, bucket).decode_(outs, step=_STEP, average=average)
+                for out, wanted in zip(outs, expected, strict=True):
+                    require_equal(kernels, out, wanted, f"decode_ averages over {average} as the reference: {bucket}")
+        require_equal(kernels, here, words, f"decode_ leaves the buffers alone: {bucket}")
+
+
+def decode_adds_in_the_order_of_senders(kernels: Kernels, device: str) -> None:
+    plan = TensorPlan(1, 2, 1, 2, False, Selection.EVERYTHING, 2, ValueCode.FP32)
+    large, small = torch.tensor([2.0**60, -(2.0**60)]), torch.tensor([1.0, 1.0])
+    for order, expected in (((large, -large, small), 1.0 / 3.0), ((large, small, -large), 0.0)):
+        sent = [encode(_REFERENCE, x, plan) for x in order]
+        words, regions = joined(sent)
+        decoder, out = kernels.decoder(sent[0].plan, words.to(device), regions), torch.empty(2, device=device)
+        require(kernels, int(decoder.verify(step=0, sequence=SEQUENCE)) == 0, "sound buffers are verified")
+        decoder.decode_([out], step=0, average="nodes")
+        require_equal(kernels, out, torch.full((2,), expected), "payloads are added in the order of senders")
+
+
+def a_buffer_is_decoded_as_another_plan(kernels: Kernels, device: str) -> None:
+    """Coefficients that travel as they are can be transformed back by the receiver."""
+    flat = TensorPlan(1, 256, 1, 64, False, Selection.LARGEST, 9, ValueCode.FP32)
+    square = TensorPlan(16, 16, 8, 8, True, Selection.LARGEST, 9, ValueCode.FP32)
+    x, expected, out = numbers("normal", (256,), 3), torch.empty(16, 16), torch.empty(16, 16, device=device)
+    decode(_REFERENCE, encode(_REFERENCE, x, flat), square, expected)
+    decode(kernels, encode(kernels, x.to(device), flat), square, out)
+    require_equal(kernels, out, expected, "coefficients are transformed back as the other plan says")
 
 
 def mixing_gives_the_references_bits(kernels: Kernels, device: str) -> None:
@@ -281,65 +330,63 @@ def what_has_no_weight_is_not_mixed_in(kernels: Kernels, device: str) -> None:
 
 
 KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
-    encode_writes_the_references_words,
-    encode_keeps_what_the_reference_keeps,
+    encode_fills_buffer_and_states_as_the_reference_does,
     zeros_keep_the_sign_the_reference_gives_them,
-    encode_reports_a_broken_state,
+    a_nonfinite_state_is_named_and_the_buffer_marked,
     a_full_threshold_sends_exactly_its_capacity,
-    many_broken_coefficients_are_not_overlooked,
-    find_threshold_counts_what_the_reference_counts,
-    counts_are_read_as_they_were_written,
-    errors_are_found_where_the_reference_finds_them,
-    the_first_kind_of_error_is_named,
+    many_nonfinite_coefficients_are_not_overlooked,
+    nonfinite_tensors_are_found_and_the_buffer_marked,
+    the_first_nonfinite_tensor_is_named,
+    verify_finds_what_the_reference_finds,
+    verify_finds_any_damage_by_the_checksum,
+    verify_compares_step_and_sequence,
+    verify_names_the_first_sender_with_the_flag,
+    the_first_kind_of_problem_is_named,
     decode_gives_the_references_average,
-    payloads_of_one_average_may_be_laid_out_differently,
-    decode_adds_in_the_order_given,
-    the_checksum_is_the_references,
-    fit_is_finite_and_below_the_largest_magnitude,
+    decode_adds_in_the_order_of_senders,
+    a_buffer_is_decoded_as_another_plan,
     mixing_gives_the_references_bits,
     mixing_keeps_what_is_not_finite,
     what_has_no_weight_is_not_mixed_in,
 )
 
 
-def encode_case(kernels: Kernels, case: Case, x: Tensor, momentum: Momentum | None = None, sender: int = 0) -> Sent:
-    momentum = case.momentum(str(x.device), sender) if momentum is None else momentum
-    if case.code is None:
-        return encode(kernels, x, case.plan, case.sample_key(), momentum)
-    entries = case.plan.entries
-    if case.plan.variable_length:
-        entries = int(_REFERENCE.find_threshold(case.x(sender), case.plan, case.momentum("cpu", sender)).counts.sum())
-    return encode(kernels, x, case.plan, case.sample_key(), momentum, case.layout(entries))
+def send(kernels: Kernels, bucket: BucketCase, sender: int, device: str = "cpu") -> Sent:
+    tensors, states = bucket.tensors(device, sender), bucket.states(device, sender)
+    return encode_bucket(kernels, bucket.plan, tensors, states, bucket.update, step=_STEP)
 
 
-def entries_of(sent: Sent) -> int:
-    return 0 if sent.payload.counts is None else int(sent.payload.counts.sum())
+def joined(sent: Sequence[Sent]) -> tuple[Tensor, list[Region]]:
+    """Return buffers one behind the other, some words of garbage before each."""
+    garbage, regions, start = torch.full((4,), -1, dtype=torch.int32), [], 4
+    for number, one in enumerate(sent):
+        regions.append(Region(f"sender {number}", start, one.words.numel()))
+        start += one.words.numel() + 4
+    return torch.cat([part for one in sent for part in (garbage, one.words.cpu())]), regions
 
 
-def joined(sent: list[Sent], device: str) -> tuple[Tensor, list[Payload]]:
-    """Return payloads one behind the other, a word of garbage before each."""
-    garbage = torch.full((1,), -1, dtype=torch.int32)
-    words = torch.cat([part for one in sent for part in (garbage, one.words)])
-    payloads, start = [], 1
-    for one in sent:
-        counts = one.payload.counts
-        payloads.append(Payload(start, one.payload.layout, None if counts is None else counts.to(device)))
-        start += one.words.numel() + 1
-    return words.to(device), payloads
+def verify(kernels: Kernels, words: Tensor, regions: list[Region], bucket: BucketCase) -> Status:
+    return Status.of(int(kernels.decoder(bucket.plan, words, regions).verify(step=_STEP, sequence=SEQUENCE)))
 
 
-def require_decoded(kernels: Kernels, sent: list[Sent], case: Case, device: str, law: str) -> None:
-    words, payloads = joined(sent, device)
-    kept, payloads_here = words.clone(), joined(sent, "cpu")[1]
-    averages: tuple[Average, ...] = get_args(Average)
-    for average in averages:
-        expected = torch.empty(case.shape, dtype=case.dtype)
-        _REFERENCE.decode_(kept.cpu(), payloads_here, case.plan, case.sample_key(), average, expected)
-        out = torch.full(case.shape, torch.nan, dtype=case.dtype, device=device)
-        for place in (out, with_gaps(out)):
-            kernels.decode_(words, payloads, case.plan, case.sample_key(), average, place)
-            require_equal(kernels, place, expected, f"{law}, over {average}")
-    require_equal(kernels, words, kept, f"decode_ leaves the payloads alone: {case}")
+def verified(kernels: Kernels, words: Tensor, regions: list[Region], bucket: BucketCase) -> BucketDecoder:
+    decoder = kernels.decoder(bucket.plan, words, regions)
+    word = int(decoder.verify(step=_STEP, sequence=SEQUENCE))
+    require(kernels, word == 0, f"sound buffers are verified, but {Status.of(word)}: {bucket}")
+    return decoder
+
+
+def reseal_(words: Tensor) -> None:
+    """Make the checksum of a buffer fit what it holds now."""
+    checksum = checksum_of(words.cpu().numpy())
+    words[CHECKSUM_WORD] = checksum - (checksum >> 31 << 32)
+
+
+def require_marked(kernels: Kernels, sent: Sent) -> None:
+    """Raise unless a buffer says that its sender has nothing to send."""
+    region = Region("sender", 0, sent.words.numel())
+    word = int(kernels.decoder(sent.plan, sent.words, [region]).verify(step=sent.step, sequence=SEQUENCE))
+    require(kernels, Status.of(word) == Status(Problem.NONFINITE), f"the buffer is marked, but says {Status.of(word)}")
 
 
 def bits_of(x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
 
 from flexcomm import InvalidArgumentError, TensorSpec, plan_tensor, shard_tensor
-from flexcomm.kernels import Momentum
 from flexcomm.kernels.reference.transform import accumulate, restore
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class UnshardedTensor(NamedTuple):
         mine = self._parts(ranks)[rank]
         if mine is None:
             return rows.new_zeros(0, 0)
-        return accumulate(self._elements(whole, mine), mine.plan, Momentum())
+        return accumulate(self._elements(whole, mine), mine.plan)
 
     def _restored(self, row: Tensor, part: _Part) -> Tensor:
         chunks, numel = part.plan.state_shape

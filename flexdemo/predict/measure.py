@@ -18,7 +18,7 @@ from torch import nn
 import flexcomm
 from flexcomm import TensorSpec, demo
 from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
-from flexcomm.kernels import Momentum, choose_kernels
+from flexcomm.kernels import StateUpdate, choose_kernels
 from flexdemo.predict.calibration import Calibration, CodecTiming, Compute, fit_compression, write_calibration
 from flexdemo.predict.errors import PredictError
 from flexdemo.runtime import LinkTable
@@ -224,11 +224,11 @@ def _measure_compression(world: World, x: Tensor, k: int) -> Compression:
     plan = plan_buffer((TensorSpec("x", tuple(x.shape), x.dtype),), demo(k, _CHUNK))
     kernels, out = choose_kernels(x.device), torch.empty_like(x)
     state = torch.zeros(plan.plans[0].state_shape, device=x.device)
-    momenta = [Momentum(state, state, 0.999)]
+    update = StateUpdate(decay=0.999)
     buffer = torch.zeros(plan.nbytes, dtype=torch.uint8, device=x.device)
 
     def encode() -> None:
-        encode_bucket_(plan, [x], buffer, step=0, sequence=0, kernels=kernels, momenta=momenta)
+        encode_bucket_(plan, [x], buffer, step=0, sequence=0, kernels=kernels, states=[state], update=update)
 
     def prepare_decode(payloads: int) -> Callable[[], None]:
         # Copies of one payload take as long to decode as different ones.

@@ -78,7 +78,6 @@ ALLOWED = {
     "_lane_sum": "lanes of a vector unit",
     "_measure_alone": "without a second process",
     "_round_trip": "encode and decode",
-    "_stage": "copy to the host",
     "_turn": "a rotation of the transform",
     "_warn_not_kept": "kernels that are not kept in the cache",
     "a_nan_is_everybodys_affair": "a law, in its own words",

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.codec import BufferPlan, decode_bucket_, encode_bucket_, plan_buffer, regions_of
+from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
 from flexcomm.codec.wire import to_words
 from flexcomm.compress import TensorSpec
-from flexcomm.kernels import Momentum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,10 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm.compress import Compressor
-    from flexcomm.kernels import Average, Kernels
+    from flexcomm.kernels import Average, BufferPlan, Kernels
 
 STEP, SEQUENCE = 11, 7
-CHECKSUM_WORD = 12
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,8 @@ def gather(
     buffers = []
     for node, tensors in enumerate(nodes):
         buffer = torch.empty(plan.nbytes, dtype=torch.uint8)
-        momenta = None if states is None else [Momentum(state, state) for state in states[node]]
-        used = encode_bucket_(plan, tensors, buffer, step=step, sequence=SEQUENCE, kernels=kernels, momenta=momenta)
+        held = None if states is None else states[node]
+        used = encode_bucket_(plan, tensors, buffer, step=step, sequence=SEQUENCE, kernels=kernels, states=held)
         buffers.append(buffer[:used])
     return Gathered(plan, torch.cat(buffers), [buffer.numel() for buffer in buffers])
 
@@ -86,11 +84,3 @@ def opened(gathered: Gathered, kernels: Kernels, average: Average = "nodes", ste
     outs = [torch.full(spec.shape, torch.nan, dtype=spec.dtype) for spec in gathered.plan.specs]
     open_(gathered, outs, kernels, average, step)
     return outs
-
-
-def reseal_(words: Tensor, kernels: Kernels) -> None:
-    """Make the checksum of a buffer fit what it holds now."""
-    after = CHECKSUM_WORD + 1
-    total = kernels.checksum(words[:CHECKSUM_WORD], 0) + kernels.checksum(words[after:], after)
-    total %= 1 << 32
-    words[CHECKSUM_WORD] = total - (1 << 32) if total >> 31 else total

@@ -17,11 +17,9 @@ from flexcomm.codec import (
     Encoder,
     decode_bucket_,
     encode_bucket_,
-    mark_nonfinite_,
     plan_buffer,
     regions_of,
 )
-from flexcomm.codec.wire import HEADER_NBYTES
 from flexcomm.compress import (
     Compressor,
     Identity,
@@ -37,8 +35,9 @@ from flexcomm.compress import (
     top_k,
 )
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
-from flexcomm.kernels import Momentum, ReferenceKernels, TensorPlan, ValueCode
+from flexcomm.kernels import ReferenceKernels, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels
+from flexcomm.kernels.layout import HEADER_NBYTES
 from tests.unit.buckets import SEQUENCE, STEP, Gathered, blank_states, gather, open_, opened, specs_of
 
 if TYPE_CHECKING:
@@ -110,8 +109,7 @@ def test_nothing_at_all_is_sent_as_a_header() -> None:
 def encoded_by_hand(tensors: list[torch.Tensor], states: list[torch.Tensor], compressor: Compressor) -> torch.Tensor:
     plan = plan_buffer(specs_of(tensors), compressor)
     buffer = torch.full((plan.nbytes,), 0xA5, dtype=torch.uint8)
-    momenta = [Momentum(state, state) for state in states]
-    encode_bucket_(plan, tensors, buffer, step=0, sequence=0, kernels=CPU, momenta=momenta)
+    encode_bucket_(plan, tensors, buffer, step=0, sequence=0, kernels=CPU, states=states)
     return buffer
 
 
@@ -123,10 +121,8 @@ def test_every_unfit_tensor_is_named_and_nothing_is_touched(value: float) -> Non
     plan = plan_buffer(specs_of(tensors), top_k(0.1))
     states = [torch.full(one.state_shape, 3.0) for one in plan.plans]
     buffer = torch.full((plan.nbytes,), 0xA5, dtype=torch.uint8)
-    momenta = [Momentum(state, state) for state in states]
     with pytest.raises(NonFiniteError, match=r"in t1, t3; nothing was changed\. Skip this step on every rank"):
-        encode_bucket_(plan, tensors, buffer, step=0, sequence=0, kernels=CPU, momenta=momenta)
-    assert bool((buffer == 0xA5).all())
+        encode_bucket_(plan, tensors, buffer, step=0, sequence=0, kernels=CPU, states=states)
     assert all(bool((state == 3.0).all()) for state in states)
 
 
@@ -135,7 +131,9 @@ def test_a_sender_with_nonfinite_values_is_named_and_nothing_is_written(compress
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     sent = gather(compressor, [[x], [x]], CPU)
     flag = torch.empty(sent.plan.nbytes, dtype=torch.uint8)
-    used = mark_nonfinite_(sent.plan, flag, step=STEP, sequence=SEQUENCE, kernels=CPU)
+    encoder = Encoder(sent.plan, flag, CPU)
+    encoder.mark_nonfinite_(step=STEP, sequence=SEQUENCE)
+    used = encoder.nbytes
     mixed = Gathered(sent.plan, torch.cat((sent.buffer[: sent.nbytes[0]], flag[:used])), [sent.nbytes[0], used])
     out = torch.full((5000,), 7.0)
     with pytest.raises(NonFiniteError, match="node 1 had NaN, infinity"):
@@ -327,7 +325,7 @@ def test_a_broken_state_is_found_whatever_the_capacity(kernels: Kernels, many: i
         compressor = Pipeline(Identity(50), Threshold(1.0, capacity), values)  # type: ignore[arg-type]
         state = torch.zeros(plan_buffer(specs_of([torch.ones(400)]), compressor).plans[0].state_shape)
         state.view(-1)[-many:] = broken
-        with pytest.raises(NonFiniteError, match=r"state kept for t0.*zero them all, or load them"):
+        with pytest.raises(NonFiniteError, match=r"state kept for t0.*zero all states, or load them"):
             gather(compressor, [[torch.ones(400)]], kernels, [[state]])
 
 
@@ -352,8 +350,8 @@ MISUSES = {
     "a state of another dtype": {"state": torch.zeros(1, 4096, dtype=torch.float64)},
     "a state with gaps": {"state": torch.zeros(1, 8192)[:, ::2]},
     "a state elsewhere": {"state": torch.zeros(1, 4096, device="meta")},
-    "two momenta": {"momenta": 2},
-    "no momenta": {"momenta": 0},
+    "two states": {"states": 2},
+    "no states": {"states": 0},
     "a negative step": {"step": -1},
     "a step that is no number": {"step": "1"},
     "a step that is not whole": {"step": 1.0},
@@ -368,10 +366,10 @@ def test_what_cannot_be_encoded_is_refused_before_anything_changes(misuse: dict[
     plan = plan_buffer(specs_of([X]), top_k(0.1))
     buffer = misuse.get("buffer", torch.zeros(plan.nbytes, dtype=torch.uint8))
     state = misuse.get("state", torch.zeros(1, 4096))
-    momenta = [Momentum(state, state)] * misuse.get("momenta", 1)
+    states = [state] * misuse.get("states", 1)
     numbers = {name: misuse.get(name, 0) for name in ("step", "sequence")}
     with pytest.raises((InvalidTensorError, InvalidArgumentError)):
-        encode_bucket_(plan, [X], buffer, kernels=CPU, momenta=momenta, **numbers)
+        encode_bucket_(plan, [X], buffer, kernels=CPU, states=states, **numbers)
     assert all(not x.any() for x in (state, buffer) if x.device == X.device)
 
 
@@ -384,7 +382,7 @@ def test_a_bucket_is_on_one_device(what: str) -> None:
     with pytest.raises(
         InvalidTensorError, match=r"is on (meta|cpu), but the buffer is on (meta|cpu): move one"
     ) as caught:
-        encode_bucket_(plan, [x], buffer, step=0, sequence=0, kernels=CPU, momenta=[Momentum(state, state)])
+        encode_bucket_(plan, [x], buffer, step=0, sequence=0, kernels=CPU, states=[state])
     assert what in str(caught.value)
     assert "meta" in str(caught.value)
     with pytest.raises(InvalidTensorError, match="t0 is on cpu, but the buffer is on meta"):
@@ -463,7 +461,7 @@ def test_encoders_and_decoders_are_used_again_and_again(compressor: Compressor, 
         generator = torch.Generator().manual_seed(step)
         tensors = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(nodes)]
         for one, xs in zip(encoders, tensors, strict=True):
-            one.encode_(xs, [Momentum()] * len(xs), step=step, sequence=SEQUENCE)
+            one.encode_(xs, step=step, sequence=SEQUENCE)
         outs = [torch.full(shape, torch.nan) for shape in shapes]
         assert decoder.verify(step=step, sequence=SEQUENCE) == []
         decoder.decode_(outs, step=step, average="nodes")

@@ -11,10 +11,9 @@ import torch
 
 from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
 from flexcomm.compress import TensorSpec, demo, top_k
-from flexcomm.kernels import Kernels, Momentum, ReferenceKernels, TensorPlan
+from flexcomm.kernels import Kernels, ReferenceKernels, StateUpdate, TensorPlan
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.testing.coefficients import elements_of, encode, sent_coefficients
-from flexcomm.testing.compressors import state_of
 from tests.naive_demo import CLOSEST, ROUNDING, Floats, NaiveDemo
 
 NODES, STEPS, DECAY, RATE = 3, 50, 0.999, 1e-3
@@ -35,9 +34,15 @@ class OurDemo:
     def step(self, gradients: list[torch.Tensor], number: int) -> torch.Tensor:
         gathered = torch.empty(NODES, self.bucket.nbytes, dtype=torch.uint8)
         for state, gradient, buffer in zip(self.states, gradients, gathered, strict=True):
-            momenta = [Momentum(state, state, decay=DECAY, gain=RATE)]
             encode_bucket_(
-                self.bucket, [gradient], buffer, step=number, sequence=0, kernels=self.kernels, momenta=momenta
+                self.bucket,
+                [gradient],
+                buffer,
+                step=number,
+                sequence=0,
+                kernels=self.kernels,
+                states=[state],
+                update=StateUpdate(DECAY, RATE),
             )
         update = torch.empty(self.shape)
         regions = regions_of([f"node {node}" for node in range(NODES)], [self.bucket.nbytes] * NODES)
@@ -100,12 +105,11 @@ def test_an_average_over_nodes_is_another_rule() -> None:
 @pytest.mark.parametrize("kernels", [CpuKernels(1), ReferenceKernels()], ids=["cpu", "reference"])
 @pytest.mark.parametrize("keep", [5, 64], ids=["some", "all"])
 def test_a_share_of_what_was_sent_stays(kernels: Kernels, keep: int) -> None:
-    """``decay * state + gain * coefficients == alpha * decoded + next_state``: exact, for powers of two."""
+    """``decay * state + gain * coefficients == alpha * decoded + state_out``: exact, for powers of two."""
     plan = plan_buffer((TensorSpec("x", (64,), torch.float32),), top_k(keep / 64, values="fp32")).plans[0]
     x, state = torch.arange(64.0), torch.arange(64.0).flip(0).view(plan.state_shape).clone()
     before = 0.5 * state + 2.0 * x.view(plan.state_shape)
-    momentum = Momentum(state, torch.empty_like(state), decay=0.5, gain=2.0, alpha=0.25)
-    sent = encode(kernels, x, plan, momentum=momentum)
-    decoded = sent_coefficients(kernels, sent, plan)
+    rest = torch.empty_like(state)
+    decoded = sent_coefficients(kernels, encode(kernels, x, plan, state, rest, StateUpdate(0.5, 2.0, 0.25)))
     assert int((decoded != 0).sum()) == keep
-    assert torch.equal(before, 0.25 * decoded + state_of(momentum))
+    assert torch.equal(before, 0.25 * decoded + rest)

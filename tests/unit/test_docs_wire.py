@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flexcomm.codec.wire import HEADER_NBYTES, VERSION
+from flexcomm.kernels.layout import HEADER_NBYTES, VERSION
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
 HEX_LINE = re.compile(r"\s*(?P<offset>\d+)  (?P<bytes>[0-9a-f]{2}(?: [0-9a-f]{2})*)(?:  .*)?")

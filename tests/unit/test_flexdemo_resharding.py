@@ -8,7 +8,6 @@ from torch import Tensor
 
 import flexcomm
 from flexcomm import InvalidArgumentError, TensorSpec
-from flexcomm.kernels import Momentum
 from flexcomm.kernels.reference.transform import accumulate, restore
 from flexdemo.checkpoint.resharding import UnshardedTensor
 
@@ -26,7 +25,7 @@ def saved_by(ranks: int, x: Tensor, kept: UnshardedTensor) -> Tensor:
     rows = []
     for part in kept._parts(ranks):
         elements = torch.zeros(0) if part is None else kept._elements(x, part)
-        state = torch.zeros(0) if part is None else accumulate(elements, part.plan, Momentum()).reshape(-1)
+        state = torch.zeros(0) if part is None else accumulate(elements, part.plan).reshape(-1)
         rows.append(state)
     longest = max(row.numel() for row in rows)
     return torch.stack([torch.nn.functional.pad(row, (0, longest - row.numel())) for row in rows])

@@ -8,22 +8,13 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
-from flexcomm.codec.wire import plan_layout
-from flexcomm.kernels import (
-    Average,
-    IndexCode,
-    Momentum,
-    Payload,
-    PayloadError,
-    ReferenceKernels,
-    SampleKey,
-    Selection,
-    TensorPlan,
-)
+from flexcomm.kernels import Average, Problem, ReferenceKernels, Region, Selection, StateUpdate, Status, TensorPlan
 from flexcomm.kernels import ValueCode as Value
 from flexcomm.kernels.gpu import GpuKernels, share
+from flexcomm.kernels.per_tensor import TensorState
 from flexcomm.testing import KERNEL_LAWS
-from flexcomm.testing.cases import layout_with, numbers
+from flexcomm.testing.cases import numbers
+from flexcomm.testing.coefficients import SEQUENCE, encode, plan_single
 from flexcomm.testing.kernels import mixing_gives_the_references_bits
 from tests.slow import slow_but
 from tests.unit.cuda_on_host import HostLauncher, compile_for_host
@@ -38,7 +29,8 @@ if TYPE_CHECKING:
     MakeKernels = Callable[..., GpuKernels]
     Law = Callable[[Kernels, str], None]
 
-SAMPLE_KEY = SampleKey(key=0xDEADBEEF, start=3)
+UPDATE = StateUpdate(decay=0.9, gain=0.7)
+STATELESS = TensorState(None, None, StateUpdate())
 REFERENCE = ReferenceKernels()
 USUAL_SHARED = 48 << 10
 NEXT_TO_NONE_SHARED = 256
@@ -88,31 +80,32 @@ def require_equal_bits(got: Tensor, expected: Tensor, what: str) -> None:
     assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)), what
 
 
-def encode(kernels: Kernels, x: Tensor, plan: TensorPlan, state: Tensor) -> tuple[Tensor, Payload, bool]:
-    """Return the payload of ``x`` between guards that nobody may touch; leave in the state what was not sent."""
-    momentum = Momentum(state, state, decay=0.9, gain=0.7)
-    threshold = kernels.find_threshold(x, plan, momentum) if plan.is_variable else None
-    layout = plan_layout(plan, plan.entries)
-    guarded = torch.full((layout.nwords + 2,), GUARD, dtype=torch.int32)
-    is_finite = kernels.encode_(x, guarded[1:-1], plan, layout, SAMPLE_KEY, momentum, threshold)
+def require_guarded(kernels: Kernels, x: Tensor, plan: TensorPlan, state: Tensor) -> None:
+    """Encode into a buffer between guards that nobody may touch."""
+    bucket = plan_single(plan)
+    guarded = torch.full((bucket.nwords + 2,), GUARD, dtype=torch.int32)
+    kernels.encoder(bucket, guarded[1:-1]).encode_([x], [state], [state], UPDATE, step=3, sequence=SEQUENCE)
     assert guarded[[0, -1]].tolist() == [GUARD, GUARD]
-    return guarded, Payload(1, layout, threshold and threshold.counts), is_finite
 
 
 def require_equal_exchange(kernels: Kernels, plan: TensorPlan) -> None:
     x, state = numbers("normal", (plan.rows, plan.cols), 1), numbers("normal", plan.state_shape, 2)
+    require_guarded(kernels, x, plan, state.clone())
     left, expected_left = state.clone(), state.clone()
-    words, payload, _ = encode(kernels, x, plan, left)
-    expected, expected_payload, _ = encode(REFERENCE, x, plan, expected_left)
-    require_equal_bits(words, expected, "payload")
+    sent = encode(kernels, x, plan, left, left, UPDATE, step=3)
+    expected = encode(REFERENCE, x, plan, expected_left, expected_left, UPDATE, step=3)
+    require_equal_bits(sent.words, expected.words, "buffer")
     require_equal_bits(left, expected_left, "what is kept")
-    assert kernels.find_error(words, payload, plan) is PayloadError.NONE
+    nwords = sent.words.numel()
+    gathered, regions = sent.words.repeat(2), [Region("a", 0, nwords), Region("b", nwords, nwords)]
+    decoders = [one.decoder(sent.plan, gathered, regions) for one in (kernels, REFERENCE)]
+    assert [int(one.verify(step=3, sequence=SEQUENCE)) for one in decoders] == [0, 0]
     averages: tuple[Average, ...] = get_args(Average)
     for average in averages:
-        out, expected_out = torch.full((2, plan.rows, plan.cols), torch.nan)
-        kernels.decode_(words, [payload, payload], plan, SAMPLE_KEY, average, out)
-        REFERENCE.decode_(words, [expected_payload, expected_payload], plan, SAMPLE_KEY, average, expected_out)
-        require_equal_bits(out, expected_out, "what is decoded")
+        outs = torch.full((2, plan.rows, plan.cols), torch.nan)
+        for decoder, out in zip(decoders, outs, strict=True):
+            decoder.decode_([out], step=3, average=average)
+        require_equal_bits(*outs, "what is decoded")
 
 
 @pytest.mark.parametrize("threads", slow_but([1, 2], [1, 2, 33]))
@@ -155,21 +148,6 @@ def test_chunks_of_64_by_64_are_the_references(make_kernels: MakeKernels) -> Non
     require_equal_exchange(make_kernels(8), TensorPlan(70, 65, 64, 64, True, Selection.LARGEST, 32, Value.BF16))
 
 
-def test_tensors_with_gaps_are_read_and_filled(make_kernels: MakeKernels) -> None:
-    plan = TensorPlan(10, 12, 8, 8, True, Selection.EVERYTHING, 64, Value.FP32)
-    kernels, x = make_kernels(), numbers("normal", (12, 10), 0).t()
-    layout = plan_layout(plan, plan.entries)
-    words, expected = torch.empty(2, layout.nwords, dtype=torch.int32)
-    state = torch.zeros(*plan.state_shape, 2)
-    assert kernels.encode_(x, words, plan, layout, SAMPLE_KEY, Momentum(state[..., 0], state[..., 1], 1.0, 1.0))
-    REFERENCE.encode_(x, expected, plan, layout, SAMPLE_KEY, Momentum())
-    require_equal_bits(words, expected, "payload")
-    out, other = torch.empty(12, 10).t(), torch.empty(10, 12)
-    kernels.decode_(words, [Payload(0, layout)], plan, SAMPLE_KEY, "nodes", out)
-    REFERENCE.decode_(words, [Payload(0, layout)], plan, SAMPLE_KEY, "nodes", other)
-    require_equal_bits(out, other, "what is decoded")
-
-
 @pytest.mark.parametrize(("values", "divisor"), [(Value.INT8, 127), (Value.SIGN2, 3)])
 def test_scales_are_divided_by_and_not_multiplied_with_a_reciprocal(
     values: Value, divisor: int, make_kernels: MakeKernels
@@ -177,9 +155,7 @@ def test_scales_are_divided_by_and_not_multiplied_with_a_reciprocal(
     plan = TensorPlan(1, 400, 1, 4, False, Selection.EVERYTHING, 4, values)
     x = torch.zeros(100, 4)
     x[:, 0] = divisor * torch.arange(100)
-    words, _, _ = encode(make_kernels(), x, plan, torch.zeros(100, 4))
-    expected, _, _ = encode(REFERENCE, x, plan, torch.zeros(100, 4))
-    require_equal_bits(words, expected, "payload")
+    require_equal_bits(encode(make_kernels(), x, plan).words, encode(REFERENCE, x, plan).words, "payload")
 
 
 # --- a threshold with a capacity --------------------------------------------------------------------------------------
@@ -196,22 +172,21 @@ def test_a_threshold_rises_to_the_bin_at_which_too_many_reach_it(
     x = torch.tensor([one_bin_up, -2.0, 1.0, 0.5] * 25)
     plan = TensorPlan(1, 100, 1, 10, False, Selection.ABOVE, keep, Value.FP32, tau=1.0)
     for kernels in (make_kernels(), REFERENCE):
-        threshold = kernels.find_threshold(x, plan, Momentum())
+        threshold = kernels.find_threshold(x, plan, STATELESS)
         assert (threshold.tau_bits, int(threshold.counts.sum())) == (tau_bits, keep)
 
 
 def test_a_threshold_beyond_all_float32_is_reached_by_nothing(make_kernels: MakeKernels) -> None:
     plan = TensorPlan(1, 100, 1, 10, False, Selection.ABOVE, 5, Value.FP32, tau=1e300)
     for kernels in (make_kernels(), REFERENCE):
-        assert int(kernels.find_threshold(torch.full((100,), 1e30), plan, Momentum()).counts.sum()) == 0
+        assert int(kernels.find_threshold(torch.full((100,), 1e30), plan, STATELESS).counts.sum()) == 0
 
 
 def test_of_equals_the_first_chunks_and_the_lowest_indices_are_sent(make_kernels: MakeKernels) -> None:
     plan = TensorPlan(1, 500, 1, 100, False, Selection.ABOVE, 230, Value.FP32, tau=0.1)
     for kernels in (make_kernels(), make_kernels(4, NEXT_TO_NONE_SHARED), REFERENCE):
         left = torch.zeros(plan.state_shape)
-        words, payload, _ = encode(kernels, torch.ones(500), plan, left)
-        assert kernels.find_error(words, payload, plan) is PayloadError.NONE
+        assert encode(kernels, torch.ones(500), plan, left, left).is_sound
         assert left.view(-1).nonzero()[:, 0].tolist() == list(range(230, 500))
 
 
@@ -222,26 +197,5 @@ def test_a_state_with_more_broken_numbers_than_may_be_sent_is_reported(
 ) -> None:
     plan = TensorPlan(1, 500, 1, 100, False, Selection.ABOVE, 20, values, tau=0.1)
     for kernels in (make_kernels(), REFERENCE):
-        _, payload, is_finite = encode(kernels, torch.ones(500), plan, torch.full(plan.state_shape, broken))
-        assert payload.counts is not None
-        assert payload.counts.tolist() == [20, 0, 0, 0, 0]
-        assert not is_finite
-
-
-# --- damage -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("values", [Value.INT8, Value.FP32], ids=["INDEX before SCALE", "INDEX before VALUE"])
-def test_of_several_errors_the_first_of_the_enumeration_is_named(values: Value, make_kernels: MakeKernels) -> None:
-    """The lesser one is in the first chunk, the other in the last."""
-    plan = TensorPlan(1, 200, 1, 40, False, Selection.LARGEST, 5, values)
-    layout = layout_with(plan, plan.entries, IndexCode.PACKED)
-    lesser = PayloadError.SCALE if values.format.scales else PayloadError.VALUE
-    words = torch.empty(layout.nwords, dtype=torch.int32)
-    REFERENCE.encode_(numbers("normal", (200,), 0), words, plan, layout, SAMPLE_KEY, Momentum())
-    for kernels in (make_kernels(), REFERENCE):
-        broken = words.clone()
-        broken[layout.scales] = -1
-        assert kernels.find_error(broken, Payload(0, layout), plan) is lesser
-        broken[layout.scales - 2] = -1
-        assert kernels.find_error(broken, Payload(0, layout), plan) is PayloadError.INDEX
+        state = torch.full(plan.state_shape, broken)
+        assert encode(kernels, torch.ones(500), plan, state, state).status == Status(Problem.STATE)

@@ -12,19 +12,18 @@ from flexcomm import InvalidArgumentError, InvalidTensorError, Residuals, Tensor
 from flexcomm.codec import plan_tensor
 
 if TYPE_CHECKING:
-    from flexcomm.kernels import Momentum
+    from flexcomm.sync.residuals import StateEntry
 
 CPU = torch.device("cpu")
 PLAN = plan_tensor(TensorSpec("w", (100,), torch.float32), flexcomm.top_k(0.1))
 
 
-def lend(residuals: Residuals, name: str = "w", value: float | None = None) -> Momentum:
+def lend(residuals: Residuals, name: str = "w", value: float | None = None) -> StateEntry:
     """Lend a state and leave ``value`` as what an encode would leave."""
-    momentum = residuals.lend(name, PLAN, CPU)
-    assert momentum.next_state is not None
+    entry = residuals.lend(name, PLAN, CPU)
     if value is not None:
-        momentum.next_state.fill_(value)
-    return momentum
+        entry.spare.fill_(value)
+    return entry
 
 
 def with_value(value: float) -> Residuals:
@@ -35,17 +34,14 @@ def with_value(value: float) -> Residuals:
 
 
 def test_a_new_state_is_zero_and_has_memory_of_its_own_for_the_next() -> None:
-    momentum = lend(Residuals(decay=0.5, gain=3.0))
-    assert momentum.state is not None
-    assert momentum.next_state is not None
-    assert tuple(momentum.state.shape) == PLAN.state_shape
-    assert not momentum.state.any()
-    assert momentum.state.data_ptr() != momentum.next_state.data_ptr()
-    assert (momentum.decay, momentum.gain) == (0.5, 3.0)
+    entry = lend(Residuals())
+    assert tuple(entry.state.shape) == PLAN.state_shape
+    assert not entry.state.any()
+    assert entry.state.data_ptr() != entry.spare.data_ptr()
 
 
 def test_the_share_is_multiplied_to_the_gain() -> None:
-    assert Residuals(gain=3.0).lend("w", PLAN, CPU, share=0.25).gain == 0.75
+    assert Residuals(decay=0.5, gain=3.0, alpha=0.2).update(share=0.25) == (0.5, 0.75, 0.2)
 
 
 def test_commit_keeps_what_an_encode_left() -> None:
@@ -67,8 +63,8 @@ def test_giving_up_stays_with_what_was_before() -> None:
 def test_no_memory_is_allocated_once_a_state_is_there() -> None:
     residuals, places = with_value(1.0), set()
     for _ in range(4):
-        momentum = lend(residuals)
-        places |= {momentum.state.data_ptr(), momentum.next_state.data_ptr()}  # type: ignore[union-attr]
+        entry = lend(residuals)
+        places |= {entry.state.data_ptr(), entry.spare.data_ptr()}
         residuals.commit(["w"])
     assert len(places) == 2
 
@@ -134,15 +130,11 @@ def test_undo_goes_back_to_what_was_before_a_commit() -> None:
         residuals.rollback(["w"])
 
 
-def test_alpha_is_handed_to_the_kernels() -> None:
-    assert Residuals(alpha=0.25).lend("w", PLAN, CPU).alpha == 0.25
-
-
 def test_reset_forgets_everything() -> None:
     residuals = with_value(7.0)
     residuals.reset()
     assert residuals.names() == []
-    assert not lend(residuals).state.any()  # type: ignore[union-attr]
+    assert not lend(residuals).state.any()
 
 
 def test_a_state_of_another_shape_is_refused_and_not_in_flight() -> None:

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,22 +24,22 @@ import numpy as np
 import pytest
 import torch
 
-from flexcomm.codec.wire import HEADER_NBYTES, HEADER_NWORDS, Region, find_payload, plan_layout
 from flexcomm.compress import Identity, Pipeline, RandomK, Striding, Threshold, TopK, demo, top_k
 from flexcomm.errors import WireError
-from flexcomm.kernels import IndexCode, Payload, ReferenceKernels, TensorPlan, ValueCode
-from flexcomm.kernels.base import LARGEST_MAGNITUDE
+from flexcomm.kernels import LARGEST_MAGNITUDE, IndexCode, ReferenceKernels, Region, TensorPlan, ValueCode, plan_layout
 from flexcomm.kernels.cpu import CpuKernels
-from flexcomm.testing.coefficients import Sent, sent_coefficients
-from tests.unit.buckets import Gathered, gather, open_, opened, reseal_
+from flexcomm.kernels.layout import HEADER_NBYTES, HEADER_NWORDS
+from flexcomm.testing.kernels import reseal_
+from tests.unit.buckets import SEQUENCE, STEP, Gathered, gather, open_, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from flexcomm.codec import BufferPlan
     from flexcomm.compress import Compressor
+    from flexcomm.kernels import BufferPlan
+    from flexcomm.kernels.per_tensor import Payload
 
 DEFAULT_CASES, FEWEST_CASES = 8_400, 8_000
 CASES = int(os.environ.get("FLEXCOMM_MUTATIONS", DEFAULT_CASES))
@@ -207,14 +207,21 @@ def require_refused_or_legal(victim: Victim, gathered: Gathered, what: str) -> N
 
 
 def largest_sent(victim: Victim, gathered: Gathered) -> float:
-    words, start, largest = victim.words(gathered), HEADER_NWORDS, 0.0
-    region = Region("node 1", 0, words.numel())
-    for one, full in zip(gathered.plan.plans, gathered.plan.layouts, strict=True):
-        payload = find_payload(words, region, start, one, full, victim.kernels)
-        sent = sent_coefficients(victim.kernels, Sent(words, payload, None, is_finite=True), one)
+    words, largest = victim.words(gathered), 0.0
+    for one, payload in zip(gathered.plan.plans, payloads_of(gathered.plan, words), strict=True):
+        numel = one.chunks * one.chunk_numel
+        flat = replace(one, transformed=False, rows=1, cols=numel, chunk_rows=1, chunk_cols=one.chunk_numel)
+        sent = torch.empty(numel)
+        REFERENCE.decode_tensor_(words, [payload], flat, one.sample_key(STEP, "t0"), "nodes", sent)
         largest = max(largest, float(sent.abs().max()) if sent.numel() else 0.0)
-        start += payload.layout.nwords
     return largest
+
+
+def payloads_of(plan: BufferPlan, words: Tensor) -> list[Payload]:
+    """Return where the payloads of a sound buffer are."""
+    decoder = REFERENCE.decoder(plan, words, [Region("node 1", 0, words.numel())])
+    assert decoder.verify(step=STEP, sequence=SEQUENCE) == 0
+    return decoder.payloads[0]
 
 
 def spoiled(victim: Victim, count: int, spoil: Callable[[Tensor, int], str]) -> Iterator[tuple[str, Gathered]]:
@@ -245,7 +252,7 @@ def try_damage_sealed_again(victim: Victim, count: int) -> int:
     def spoil(words: Tensor, number: int) -> str:
         damage = RANDOM_DAMAGE[number % len(RANDOM_DAMAGE)]
         damage(victim, words, 0 if number % 8 == 0 else HEADER_NWORDS)
-        reseal_(words, victim.kernels)
+        reseal_(words)
         return damage.__name__
 
     tried = 0
@@ -265,7 +272,7 @@ def try_other_lengths(victim: Victim, count: int) -> int:
         words = victim.words(gathered)
         if number % 3 and words.numel() >= HEADER_NWORDS:
             words[10] = other - HEADER_NBYTES
-            reseal_(words, victim.kernels)
+            reseal_(words)
         require_refused(victim, gathered, f"{other} bytes instead of {length}")
     return count
 
@@ -289,13 +296,9 @@ class Place:
 
 
 def places_of(victim: Victim) -> list[Place]:
-    words, start, places = victim.words(victim.gathered), HEADER_NWORDS, []
-    plan, region = victim.gathered.plan, Region("node 1", 0, words.numel())
-    for one, full in zip(plan.plans, plan.layouts, strict=True):
-        payload = find_payload(words, region, start, one, full, victim.kernels)
-        places.append(Place(one, payload))
-        start += payload.layout.nwords
-    return [place for place in places if place.plan.chunks]
+    plan = victim.gathered.plan
+    payloads = payloads_of(plan, victim.words(victim.gathered))
+    return [Place(one, payload) for one, payload in zip(plan.plans, payloads, strict=True) if one.chunks]
 
 
 def put(words: Tensor, position: int, value: int, width: int) -> None:
@@ -399,7 +402,7 @@ def try_lies(victim: Victim, count: int) -> int:
     def spoil(words: Tensor, number: int) -> str:
         lie = LIES[number % len(LIES)]
         if lie(victim, words, places[victim.below(len(places))]):
-            reseal_(words, victim.kernels)
+            reseal_(words)
         return lie.__name__
 
     for what, gathered in spoiled(victim, count, spoil):

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from flexcomm.kernels.base import Momentum, Payload
-    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
+    from flexcomm.kernels.layout import Layout
+    from flexcomm.kernels.per_tensor import Payload, TensorState
+    from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 __all__ = [
     "NO_COUNTS",
@@ -150,11 +151,11 @@ def with_key(job: Job, sample_key: SampleKey) -> Job:
     return job if sample_key is NO_SAMPLE_KEY else job._replace(key=sample_key.key, start=sample_key.start)
 
 
-def source_of(x: Tensor, plan: TensorPlan, momentum: Momentum, prepared: PreparedPlan) -> Source:
+def source_of(x: Tensor, plan: TensorPlan, state: TensorState, prepared: PreparedPlan) -> Source:
     """Return what the loops read."""
-    decay, factor = np.float32(momentum.decay), np.float32(plan.scale(momentum.gain))
-    stays = np.float32(1.0 - momentum.alpha)
-    return Source(_memory(x), as_floats(momentum.state), decay, factor, stays, *prepared.forward)
+    decay, factor = np.float32(state.update.decay), np.float32(plan.scale(state.update.gain))
+    stays = np.float32(1.0 - state.update.alpha)
+    return Source(_memory(x), as_floats(state.state), decay, factor, stays, *prepared.forward)
 
 
 def target_of(out: Tensor, plan: TensorPlan, prepared: PreparedPlan) -> Source:

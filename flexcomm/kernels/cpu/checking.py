@@ -10,7 +10,7 @@ from flexcomm.kernels.cpu.bits import get
 from flexcomm.kernels.cpu.compiler import compiled, kept
 from flexcomm.kernels.cpu.indices import all_increase, entries_before
 from flexcomm.kernels.cpu.records import Coding
-from flexcomm.kernels.plan import IndexCode
+from flexcomm.kernels.layout import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import FullWords, Int, Integers, Longs

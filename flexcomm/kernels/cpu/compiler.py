@@ -41,7 +41,7 @@ Function = TypeVar("Function", bound="Callable[..., Any]")
 def list_sources() -> list[Path]:
     """Return the files that are compiled into kernels, constants included."""
     folder = Path(__file__).parent
-    shared = (folder.parent / name for name in ("plan.py", "butterflies.py", "counting.py"))
+    shared = (folder.parent / name for name in ("plan.py", "layout.py", "butterflies.py", "counting.py"))
     return [*sorted(folder.glob("*.py")), *shared]
 
 

@@ -13,7 +13,7 @@ from flexcomm.kernels.cpu.records import Coding
 from flexcomm.kernels.cpu.selection import pick_chunks
 from flexcomm.kernels.cpu.transform import lanes_of, store_chunks
 from flexcomm.kernels.cpu.values import get_values
-from flexcomm.kernels.plan import IndexCode
+from flexcomm.kernels.layout import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Floats, Int, Ints, Longs

@@ -12,7 +12,7 @@ from flexcomm.kernels.cpu.indices import entries_before, put_index_run
 from flexcomm.kernels.cpu.selection import pick_chunks
 from flexcomm.kernels.cpu.transform import lanes_of, load_chunks
 from flexcomm.kernels.cpu.values import put_values
-from flexcomm.kernels.plan import IndexCode
+from flexcomm.kernels.layout import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, Longs

@@ -9,7 +9,7 @@ import numpy as np
 from flexcomm.kernels.cpu.bits import get, get_window, put, put_window
 from flexcomm.kernels.cpu.compiler import compiled
 from flexcomm.kernels.cpu.intrinsics import count_bits, lowest_bit
-from flexcomm.kernels.plan import IndexCode
+from flexcomm.kernels.layout import IndexCode
 
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flexcomm.kernels.base import Average, Momentum, Payload, PayloadError, ThresholdCounts
 from flexcomm.kernels.counting import BINS, fill_up, raise_threshold
 from flexcomm.kernels.cpu import checking, thresholds
 from flexcomm.kernels.cpu.arguments import as_words, magnitude_bits, prepare_plan, source_of
@@ -15,6 +14,8 @@ from flexcomm.kernels.cpu.coefficients import MAGNITUDE
 from flexcomm.kernels.cpu.mixer import mixer_of
 from flexcomm.kernels.cpu.prepared import CpuReader, CpuWriter
 from flexcomm.kernels.cpu.shares import cut_up, run
+from flexcomm.kernels.layout import CHECKSUM_WORD
+from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorEncoding, TensorState, ThresholdCounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
+    from flexcomm.kernels.base import Average, Problem
+    from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 __all__ = ["CpuKernels"]
 
@@ -30,7 +32,7 @@ _LINE = 32
 """Elements of the smallest dtype in a line of cache: threads that begin there share none."""
 
 
-class CpuKernels:
+class CpuKernels(PerTensorKernels):
     """Loops compiled by numba. ``threads`` is torch's number unless given; the bits do not depend on it."""
 
     name = "cpu"
@@ -45,9 +47,9 @@ class CpuKernels:
         shares = cut_up(bits.size, bits.size, self._threads)
         return bool(max(run(shares, lambda first, last: checking.largest_bits(bits[first:last], mask))) < limit)
 
-    def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
+    def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
         prepared, shares = prepare_plan(plan), cut_up(plan.chunks, plan.chunks * plan.chunk_numel, self._threads)
-        job, source = prepared.job, source_of(x.contiguous(), plan, momentum, prepared)
+        job, source = prepared.job, source_of(x.contiguous(), plan, state, prepared)
 
         def count(bound: int) -> Tensor:
             counts = np.zeros(plan.chunks, np.int64)
@@ -70,33 +72,19 @@ class CpuKernels:
         raised = raise_threshold(bins, job.tau_bits, plan.k)
         return ThresholdCounts(fill_up(count(raised.low), count(raised.high), plan.k), raised.low)
 
-    def writer(self, words: Tensor, plan: TensorPlan, layout: Layout) -> CpuWriter:
-        return CpuWriter(words, plan, layout, self._threads)
-
-    def encode_(
-        self,
-        x: Tensor,
-        words: Tensor,
-        plan: TensorPlan,
-        layout: Layout,
-        sample_key: SampleKey,
-        momentum: Momentum,
-        threshold: ThresholdCounts | None = None,
-    ) -> bool:
-        return self.writer(words, plan, layout).encode_(x, sample_key, momentum, threshold)
+    def encode_tensor_(self, x: Tensor, words: Tensor, encoding: TensorEncoding, state: TensorState) -> bool:
+        plan, layout, sample_key, threshold = encoding
+        return CpuWriter(words, plan, layout, self._threads).encode_(x, sample_key, state, threshold)
 
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
         counts = np.empty(plan.chunks, np.int64)
         wrong = checking.read_counts(as_words(words)[start:], plan.chunk_numel.bit_length(), plan.chunk_numel, counts)
         return None if wrong else torch.from_numpy(counts)
 
-    def reader(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> CpuReader:
-        return CpuReader(words, payloads, plan, self._threads)
+    def find_problem(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Problem:
+        return CpuReader(words, [payload], plan, self._threads).find_problem()
 
-    def find_error(self, words: Tensor, payload: Payload, plan: TensorPlan) -> PayloadError:
-        return self.reader(words, [payload], plan).find_error()
-
-    def decode_(
+    def decode_tensor_(
         self,
         words: Tensor,
         payloads: Sequence[Payload],
@@ -105,13 +93,15 @@ class CpuKernels:
         average: Average,
         out: Tensor,
     ) -> None:
-        self.reader(words, payloads, plan).decode_(sample_key, average, out)
+        CpuReader(words, payloads, plan, self._threads).decode_(sample_key, average, out)
 
-    def checksum(self, words: Tensor, first: int) -> int:
-        source = as_words(words)
-        shares = cut_up(source.size, source.size, self._threads)
-        parts = run(shares, lambda begin, end: checking.add_checksum(source[begin:end], first + begin))
-        return int(sum(parts)) % (1 << 32)
+    def checksum(self, words: Tensor) -> int:
+        source, first = as_words(words), CHECKSUM_WORD + 1
+        shares = cut_up(source.size - first, source.size, self._threads)
+        parts = run(
+            shares, lambda begin, end: checking.add_checksum(source[first + begin : first + end], first + begin)
+        )
+        return int(sum(parts) + checking.add_checksum(source[:CHECKSUM_WORD], 0)) % (1 << 32)
 
     def mix_(
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor

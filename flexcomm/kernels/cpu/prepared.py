@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flexcomm.kernels.base import Average, Momentum, Payload, PayloadError, ThresholdCounts
+from flexcomm.kernels.base import Average, Problem
 from flexcomm.kernels.cpu import checking, decoding, encoding
 from flexcomm.kernels.cpu.arguments import (
     NO_COUNTS,
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm.kernels.cpu.records import Job, Source
-    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
+    from flexcomm.kernels.layout import Layout
+    from flexcomm.kernels.per_tensor import Payload, TensorState, ThresholdCounts
+    from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 __all__ = ["CpuReader", "CpuWriter"]
 
@@ -52,14 +54,14 @@ class CpuWriter:
         self._target = Target(self._words[layout.indices :], 0, scales, values, 0)
 
     def encode_(
-        self, x: Tensor, sample_key: SampleKey, momentum: Momentum, threshold: ThresholdCounts | None = None
+        self, x: Tensor, sample_key: SampleKey, state: TensorState, threshold: ThresholdCounts | None = None
     ) -> bool:
         self._words.fill(0)
         plan = self._plan
         if plan.chunks == 0:
             return True
         job = with_key(self._prepared.job, sample_key)
-        source, next_state = source_of(x.contiguous(), plan, momentum, self._prepared), as_floats(momentum.next_state)
+        source, next_state = source_of(x.contiguous(), plan, state, self._prepared), as_floats(state.state_out)
         if threshold is not None:
             return self._encode_variable_(source, next_state, job._replace(tau_bits=threshold.tau_bits), threshold)
         broken = run(
@@ -117,16 +119,17 @@ class CpuReader:
         counts = [payload.counts for payload in payloads if payload.counts is not None]
         self._before = before_of(counts) if plan.is_variable else NO_COUNTS
 
-    def find_error(self) -> PayloadError:
+    def find_problem(self) -> Problem:
         if self._plan.chunks == 0:
-            return PayloadError.NONE
+            return Problem.NONE
         errors = run(
             self._shares(),
             lambda first, last: checking.find_error_in_payloads(
                 first, last, self._prepared.job, self._words, self._sections, self._before
             ),
         )
-        return PayloadError(min(error for error in errors if error)) if any(errors) else PayloadError.NONE
+        # The loop counts the problems of a payload from 1 on.
+        return Problem(Problem.INDEX - 1 + min(error for error in errors if error)) if any(errors) else Problem.NONE
 
     def decode_(self, sample_key: SampleKey, average: Average, out: Tensor) -> None:
         if self._plan.chunks == 0:

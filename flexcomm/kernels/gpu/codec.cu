@@ -26,6 +26,7 @@ const u32 MAGNITUDE = 0x7FFFFFFFu;
 const u32 LARGEST_BF16 = 0x7F7Fu;
 const u32 LARGEST_FP16 = 0x7BFFu;
 const u32 GOLDEN = 0x9E3779B9u;
+const i64 CHECKSUM_WORD = 12;
 const u32 SUM_LANES = 32;
 const u32 BIN_SHIFT = 16;
 
@@ -934,7 +935,7 @@ extern "C" __global__ void add_checksum(const Job job) {
     __syncthreads();
     u32 mine = 0u;
     for (i64 at = first_item(); at < job.numel; at += items_apart()) {
-        mine += mix32(job.words[at] ^ ((u32)(job.first + at) * GOLDEN));
+        if (at != CHECKSUM_WORD) mine += mix32(job.words[at] ^ ((u32)at * GOLDEN));
     }
     atomicAdd(shared_words, mine);
     __syncthreads();

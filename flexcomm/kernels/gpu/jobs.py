@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.kernels.base import Momentum
-    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
+    from flexcomm.kernels.layout import Layout
+    from flexcomm.kernels.per_tensor import TensorState
+    from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 __all__ = ["ELEMENTS", "coefficients_job", "elements_job", "list_records", "mix_job", "plan_job", "section_of"]
 
@@ -50,12 +51,12 @@ def plan_job(plan: TensorPlan, sample_key: SampleKey = NO_SAMPLE_KEY) -> Job:
     )
 
 
-def coefficients_job(x: Tensor, plan: TensorPlan, sample_key: SampleKey, momentum: Momentum) -> Job:
+def coefficients_job(x: Tensor, plan: TensorPlan, sample_key: SampleKey, state: TensorState) -> Job:
     """Return a job that can compute ``decay * state + gain * coefficients`` of ``x``."""
     job = plan_job(plan, sample_key)
-    job.element, job.decay, job.factor = ELEMENTS[x.dtype], momentum.decay, plan.scale(momentum.gain)
-    job.stays = 1.0 - momentum.alpha
-    job.point(memory=x.detach().contiguous(), state=None if momentum.state is None else momentum.state.contiguous())
+    job.element, job.decay, job.factor = ELEMENTS[x.dtype], state.update.decay, plan.scale(state.update.gain)
+    job.stays = 1.0 - state.update.alpha
+    job.point(memory=x.detach().contiguous(), state=state.state)
     _add_transforms(job, plan, x.device, inverse=False)
     return job
 

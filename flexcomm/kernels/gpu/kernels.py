@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.kernels.base import (
-    LARGEST_MAGNITUDE,
-    Average,
-    Momentum,
-    Payload,
-    PayloadError,
-    Reader,
-    ThresholdCounts,
-    Writer,
-)
+from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, entries_before, fill_up, raise_threshold, threshold_bits
 from flexcomm.kernels.gpu.jobs import (
     ELEMENTS,
@@ -30,7 +21,7 @@ from flexcomm.kernels.gpu.jobs import (
 from flexcomm.kernels.gpu.launcher import CupyLauncher, Launcher
 from flexcomm.kernels.gpu.records import Job
 from flexcomm.kernels.gpu.share import Share, plan_chunk_share, plan_item_share, plan_sum_share
-from flexcomm.kernels.plain import PlainReader, PlainWriter
+from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorEncoding, TensorState, ThresholdCounts
 from flexcomm.kernels.plan import NO_SAMPLE_KEY
 
 if TYPE_CHECKING:
@@ -38,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
+    from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 __all__ = ["GpuKernels"]
 
@@ -50,12 +41,12 @@ _NONFINITE_BITS = {
     torch.float64: (1023 + _EXPONENT) << 52,
 }
 """The least magnitude that is too large, as bits. All finite numbers of float16 are small enough."""
-_NO_ERROR = len(PayloadError)
-"""More than any error: kernels leave the least they find."""
+_NO_PROBLEM = 4
+"""More than any problem of a payload: kernels leave the least they find."""
 _LOW32 = (1 << 32) - 1
 
 
-class GpuKernels:
+class GpuKernels(PerTensorKernels):
     """Kernels compiled by NVRTC. ``threads`` is the most of a block, 256 or fewer; the bits do not depend on it."""
 
     name = "gpu"
@@ -69,8 +60,8 @@ class GpuKernels:
         job.point(memory=x.detach().contiguous())
         return self._ask("find_unfit", x.numel(), job, x.device) == 0
 
-    def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
-        job, tau_bits = coefficients_job(x, plan, NO_SAMPLE_KEY, momentum), threshold_bits(plan.tau)
+    def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
+        job, tau_bits = coefficients_job(x, plan, NO_SAMPLE_KEY, state), threshold_bits(plan.tau)
         counts, _ = self._count(job, plan, tau_bits, x.device)
         if int(counts.sum()) <= plan.k:
             return ThresholdCounts(counts, tau_bits)
@@ -82,18 +73,10 @@ class GpuKernels:
         low, high = self._count(job, plan, raised.low, x.device)
         return ThresholdCounts(fill_up(low, high, plan.k), raised.low)
 
-    def encode_(
-        self,
-        x: Tensor,
-        words: Tensor,
-        plan: TensorPlan,
-        layout: Layout,
-        sample_key: SampleKey,
-        momentum: Momentum,
-        threshold: ThresholdCounts | None = None,
-    ) -> bool:
+    def encode_tensor_(self, x: Tensor, words: Tensor, encoding: TensorEncoding, state: TensorState) -> bool:
+        plan, layout, sample_key, threshold = encoding
         words.zero_()
-        answer, job = _answer(x.device), coefficients_job(x, plan, sample_key, momentum)
+        answer, job = _answer(x.device), coefficients_job(x, plan, sample_key, state)
         job.point(words=words, answer=answer)
         if threshold is None:
             job.own = section_of(0, layout, None)
@@ -102,14 +85,9 @@ class GpuKernels:
             job.own = section_of(0, layout, before)
             job.point(counts=threshold.counts)
             self._launch_items("write_counts", plan.chunks, job, x.device)
-        rest = None if momentum.next_state is None else _dense(momentum.next_state)
-        job.point(next_state=rest)
+        job.point(next_state=state.state_out)
         self._launch_chunks("encode_chunks", plan, job, x.device)
-        _give(rest, momentum.next_state)
         return int(answer) == 0
-
-    def writer(self, words: Tensor, plan: TensorPlan, layout: Layout) -> Writer:
-        return PlainWriter(self, words, plan, layout)
 
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
         counts, job = torch.empty(plan.chunks, dtype=torch.int64, device=words.device), plan_job(plan)
@@ -117,15 +95,16 @@ class GpuKernels:
         job.point(words=words, counts=counts)
         return counts if self._ask("read_counts", plan.chunks, job, words.device) == 0 else None
 
-    def find_error(self, words: Tensor, payload: Payload, plan: TensorPlan) -> PayloadError:
-        answer, job, before = _answer(words.device, _NO_ERROR), plan_job(plan), _before(payload)
+    def find_problem(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Problem:
+        answer, job, before = _answer(words.device, _NO_PROBLEM), plan_job(plan), _before(payload)
         job.own = section_of(payload.start, payload.layout, before)
         job.point(words=words, answer=answer)
         self._launch_chunks("find_faults", plan, job, words.device)
         found = int(answer)
-        return PayloadError.NONE if found == _NO_ERROR else PayloadError(found)
+        # The kernel counts the problems of a payload from 1 on.
+        return Problem.NONE if found == _NO_PROBLEM else Problem(Problem.INDEX + found - 1)
 
-    def decode_(
+    def decode_tensor_(
         self,
         words: Tensor,
         payloads: Sequence[Payload],
@@ -142,13 +121,11 @@ class GpuKernels:
         job.senders, job.by_contributors = len(payloads), int(average == "contributors")
         job.point(words=words, sections=list_records(sections, out.device))
         self._launch_chunks("decode_chunks", plan, job, out.device)
-        _give(dense, out)
+        if dense is not out:
+            out.copy_(dense)
 
-    def reader(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> Reader:
-        return PlainReader(self, words, payloads, plan)
-
-    def checksum(self, words: Tensor, first: int) -> int:
-        job = Job(numel=words.numel(), first=first)
+    def checksum(self, words: Tensor) -> int:
+        job = Job(numel=words.numel())
         job.point(words=words)
         return self._ask("add_checksum", words.numel(), job, words.device) & _LOW32
 
@@ -207,8 +184,3 @@ def _answer(device: torch.device, start: int = 0) -> Tensor:
 def _dense(target: Tensor) -> Tensor:
     """Return the target if kernels can fill it, else memory that they can."""
     return target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype, device=target.device)
-
-
-def _give(filled: Tensor | None, target: Tensor | None) -> None:
-    if filled is not None and target is not None and filled is not target:
-        target.copy_(filled)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm.kernels.counting import entries_before
-from flexcomm.kernels.plan import IndexCode
+from flexcomm.kernels.layout import IndexCode
 from flexcomm.kernels.reference.bits import get
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Layout
+    from flexcomm.kernels.layout import Layout
 
 __all__ = ["get_indices", "put_indices"]
 

@@ -6,19 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.kernels.base import (
-    LARGEST_MAGNITUDE,
-    Average,
-    Momentum,
-    Payload,
-    PayloadError,
-    Reader,
-    ThresholdCounts,
-    Writer,
-)
+from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, fill_up, raise_threshold, threshold_bits
-from flexcomm.kernels.plain import PlainReader, PlainWriter
-from flexcomm.kernels.plan import IndexCode, check_implemented
+from flexcomm.kernels.layout import CHECKSUM_WORD, IndexCode
+from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorEncoding, TensorState, ThresholdCounts
+from flexcomm.kernels.plan import check_implemented
 from flexcomm.kernels.reference.bits import get, put, to_bits, to_words
 from flexcomm.kernels.reference.floats import divided, magnitude_bits, rounded
 from flexcomm.kernels.reference.hashing import GOLDEN, LOW32, mix32
@@ -32,14 +24,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.kernels.plan import Layout, SampleKey, TensorPlan
+    from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 __all__ = ["ReferenceKernels"]
 
 _SCALE_INFINITY = 0x7F80
 
 
-class ReferenceKernels:
+class ReferenceKernels(PerTensorKernels):
     """Torch operations, for any device."""
 
     name = "reference"
@@ -47,8 +39,8 @@ class ReferenceKernels:
     def is_finite(self, x: Tensor) -> bool:
         return bool((x.abs() < LARGEST_MAGNITUDE).all())
 
-    def find_threshold(self, x: Tensor, plan: TensorPlan, momentum: Momentum) -> ThresholdCounts:
-        magnitudes, tau_bits = magnitude_bits(accumulate(x, plan, momentum)), threshold_bits(plan.tau)
+    def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
+        magnitudes, tau_bits = magnitude_bits(accumulate(x, plan, state.state, state.update)), threshold_bits(plan.tau)
         counts = (magnitudes >= tau_bits).sum(dim=1)
         if int(counts.sum()) <= plan.k:
             return ThresholdCounts(counts, tau_bits)
@@ -57,18 +49,10 @@ class ReferenceKernels:
         low, high = ((magnitudes >= bound).sum(dim=1) for bound in raised)
         return ThresholdCounts(fill_up(low, high, plan.k), raised.low)
 
-    def encode_(
-        self,
-        x: Tensor,
-        words: Tensor,
-        plan: TensorPlan,
-        layout: Layout,
-        sample_key: SampleKey,
-        momentum: Momentum,
-        threshold: ThresholdCounts | None = None,
-    ) -> bool:
+    def encode_tensor_(self, x: Tensor, words: Tensor, encoding: TensorEncoding, state: TensorState) -> bool:
+        plan, layout, sample_key, threshold = encoding
         check_implemented("reference", plan, SELECTIONS, CODES)
-        coefficients = accumulate(x, plan, momentum)
+        coefficients = accumulate(x, plan, state.state, state.update)
         chosen = select(coefficients, plan, sample_key, threshold)
         picked = coefficients[chosen]
         bits = torch.zeros(32 * words.numel(), dtype=torch.int64, device=x.device)
@@ -79,14 +63,11 @@ class ReferenceKernels:
         put(bits, 32 * layout.scales, scales.reshape(-1), 16)
         put(bits, 32 * layout.values, codes, plan.values.format.bits)
         words.copy_(to_words(bits))
-        if momentum.next_state is not None:
+        if state.state_out is not None:
             unsent = picked - dequantise(codes, scales, chosen, plan.values)
-            coefficients[chosen] = _taken_out(picked, unsent, momentum.alpha)
-            momentum.next_state.copy_(coefficients)
+            coefficients[chosen] = _taken_out(picked, unsent, state.update.alpha)
+            state.state_out.copy_(coefficients)
         return bool(picked.isfinite().all())
-
-    def writer(self, words: Tensor, plan: TensorPlan, layout: Layout) -> Writer:
-        return PlainWriter(self, words, plan, layout)
 
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
         width = plan.chunk_numel.bit_length()
@@ -94,23 +75,23 @@ class ReferenceKernels:
         counts = get(to_bits(words[start : start + nwords]), 0, plan.chunks, width)
         return None if bool((counts > plan.chunk_numel).any()) else counts
 
-    def find_error(self, words: Tensor, payload: Payload, plan: TensorPlan) -> PayloadError:
+    def find_problem(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Problem:
         layout, counts = payload.layout, _counts_of(payload, plan, words.device)
         bits = to_bits(words[payload.start : payload.start + layout.nwords])
         if layout.code is not IndexCode.NONE:
             found = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
             if found is None:
-                return PayloadError.INDEX
+                return Problem.INDEX
         scales = get(bits, 32 * layout.scales, plan.chunks * plan.values.format.scales, 16)
         if bool((scales >= _SCALE_INFINITY).any()):
-            return PayloadError.SCALE
+            return Problem.SCALE
         codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.format.bits)
         infinite = plan.values.format.nonfinite_mask
         if infinite and bool(((codes & infinite) == infinite).any()):
-            return PayloadError.VALUE
-        return PayloadError.NONE
+            return Problem.VALUE
+        return Problem.NONE
 
-    def decode_(
+    def decode_tensor_(
         self,
         words: Tensor,
         payloads: Sequence[Payload],
@@ -129,12 +110,11 @@ class ReferenceKernels:
         mean = total / given.clamp(min=1.0) if average == "contributors" else divided(total, float(len(payloads)))
         out.copy_(restore(mean, plan).reshape(out.shape).to(out.dtype))
 
-    def reader(self, words: Tensor, payloads: Sequence[Payload], plan: TensorPlan) -> Reader:
-        return PlainReader(self, words, payloads, plan)
-
-    def checksum(self, words: Tensor, first: int) -> int:
-        places = torch.arange(first, first + words.numel(), device=words.device)
-        return int(mix32(words.to(torch.int64) ^ (places * GOLDEN)).sum()) & LOW32
+    def checksum(self, words: Tensor) -> int:
+        places = torch.arange(words.numel(), device=words.device)
+        hashed = mix32(words.to(torch.int64) ^ (places * GOLDEN))
+        hashed[CHECKSUM_WORD] = 0
+        return int(hashed.sum()) & LOW32
 
     def mix_(
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
@@ -160,7 +140,7 @@ def _decode(words: Tensor, payload: Payload, plan: TensorPlan, sample_key: Sampl
         chosen = select_shared(plan, sample_key, words.device)
     else:
         found = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
-        assert found is not None, "decode_ takes payloads without a error"  # noqa: S101  (our own invariant)
+        assert found is not None, "only sound payloads are decoded"  # noqa: S101  (our own invariant)
         chosen = found
     codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.format.bits)
     width = plan.values.format.scales

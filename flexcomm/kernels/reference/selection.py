@@ -14,7 +14,7 @@ from flexcomm.kernels.reference.hashing import GOLDEN, mix32
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexcomm.kernels.base import ThresholdCounts
+    from flexcomm.kernels.per_tensor import ThresholdCounts
     from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 __all__ = ["SELECTIONS", "select", "select_shared"]

@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexcomm.kernels.base import StateUpdate
 from flexcomm.kernels.butterflies import ADD_SCALED, BUTTERFLY, MIX, Program, plan_dct, plan_inverse_dct
 from flexcomm.kernels.reference.floats import rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexcomm.kernels.base import Momentum
     from flexcomm.kernels.plan import TensorPlan
 
 __all__ = ["accumulate", "apply", "restore"]
 
+PLAIN = StateUpdate()
 
-def accumulate(x: Tensor, plan: TensorPlan, momentum: Momentum) -> Tensor:
+
+def accumulate(x: Tensor, plan: TensorPlan, state: Tensor | None = None, update: StateUpdate = PLAIN) -> Tensor:
     """Return ``decay * state + gain * coefficients`` of ``x``, as ``[chunks, chunk_numel]``."""
-    coefficients = _transform(x, plan) * rounded(plan.scale(momentum.gain))
-    if momentum.state is None:
-        return coefficients
-    return rounded(momentum.decay) * momentum.state + coefficients
+    coefficients = _transform(x, plan) * rounded(plan.scale(update.gain))
+    return coefficients if state is None else rounded(update.decay) * state + coefficients
 
 
 def restore(coefficients: Tensor, plan: TensorPlan) -> Tensor:

@@ -1,0 +1,265 @@
+"""Where things lie in a bucket's buffer: the header, and the sections of each tensor's payload.
+
+Everything here is plain numbers. ``docs/wire.md`` is the specification of the format.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from flexcomm.kernels.plan import NO_SAMPLE_KEY
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from flexcomm.compress import TensorSpec
+    from flexcomm.kernels.plan import SampleKey, TensorPlan
+
+__all__ = [
+    "ALIGNMENT",
+    "CHECKSUM_WORD",
+    "HEADER_NBYTES",
+    "HEADER_NWORDS",
+    "MAGIC",
+    "NONFINITE",
+    "VERSION",
+    "WORD_NBYTES",
+    "BufferPlan",
+    "Header",
+    "IndexCode",
+    "Layout",
+    "RawHeader",
+    "Region",
+    "aligned",
+    "checksum_of",
+    "plan_layout",
+]
+
+VERSION = 1
+MAGIC = b"FLXC"
+WORD_NBYTES = 4
+ALIGNMENT = 16
+"""A buffer's bytes are a multiple of this, so that rows of gathered buffers stay aligned."""
+NONFINITE = 1
+"""The flag of a buffer without payloads: its sender had NaN, infinity or a value too large."""
+
+_HEADER = struct.Struct("<4sHHQQQQQI12s")
+_SPARE = bytes(12)
+HEADER_NBYTES = _HEADER.size
+HEADER_NWORDS = HEADER_NBYTES // WORD_NBYTES
+CHECKSUM_WORD = 12
+_WORD_BITS = 8 * WORD_NBYTES
+_SCALE_BITS = 16
+
+
+class RawHeader(NamedTuple):
+    """The fields of a header as they were received."""
+
+    magic: bytes
+    version: int
+    flags: int
+    plan: int
+    step: int
+    sequence: int
+    entries: int
+    payload_nbytes: int
+    checksum: int
+    spare: bytes
+
+    @classmethod
+    def unpack(cls, octets: bytes) -> RawHeader:
+        return cls._make(_HEADER.unpack(octets))
+
+
+class Header(NamedTuple):
+    """The fields of a header that sender and receiver compare. ``entries`` is -1 where it depends on the data."""
+
+    plan: int
+    step: int
+    sequence: int
+    entries: int
+    flags: int = 0
+
+    def pack(self, payload_nbytes: int, checksum: int = 0) -> bytes:
+        """Return the bytes of the header."""
+        return _HEADER.pack(
+            MAGIC,
+            VERSION,
+            self.flags,
+            self.plan,
+            self.step,
+            self.sequence,
+            self.entries,
+            payload_nbytes,
+            checksum,
+            _SPARE,
+        )
+
+    def matching(self, received: RawHeader) -> Header:
+        """Return the header that a sound buffer has whose flags and number of entries are the received ones."""
+        if received.flags == NONFINITE:
+            return self._replace(entries=0, flags=NONFINITE)
+        return self if self.entries >= 0 else self._replace(entries=received.entries)
+
+
+def checksum_of(words: NDArray[np.int32]) -> int:
+    """Return the checksum of a buffer: the sum, modulo 2**32, of all its other words, each hashed with its place.
+
+    It adds up in any order, on any device.
+    """
+    hashed = words.astype(np.uint32) ^ (np.arange(words.size, dtype=np.uint32) * np.uint32(0x9E3779B9))
+    hashed = (hashed ^ hashed >> np.uint32(16)) * np.uint32(0x85EBCA6B)
+    hashed = (hashed ^ hashed >> np.uint32(13)) * np.uint32(0xC2B2AE35)
+    hashed ^= hashed >> np.uint32(16)
+    hashed[CHECKSUM_WORD : CHECKSUM_WORD + 1] = 0
+    return int(hashed.sum(dtype=np.uint64)) % (1 << _WORD_BITS)
+
+
+class IndexCode(IntEnum):
+    """How the indices of a chunk are written."""
+
+    NONE = 0
+    """not at all: they follow from the plan and the step"""
+    PACKED = 1
+    ELIAS_FANO = 2
+    BITMAP = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the sections of a payload begin, in 32-bit words from its start, and how its indices are written.
+
+    Counts, if any, come first. The indices of a chunk begin at bit ``before * entry_bits + chunk * chunk_bits`` of
+    their section, where ``before`` is the number of entries in the chunks before it; its values begin at bit
+    ``before * values.format.bits`` of theirs.
+    """
+
+    code: IndexCode
+    low_bits: int
+    entry_bits: int
+    chunk_bits: int
+    indices: int
+    scales: int
+    values: int
+    nwords: int
+
+    @cached_property
+    def coding(self) -> tuple[int, int, int, int]:
+        """How indices are written, as plain numbers."""
+        return int(self.code), self.low_bits, self.entry_bits, self.chunk_bits
+
+
+def plan_layout(plan: TensorPlan, entries: int) -> Layout:
+    """Return where the sections of a payload with so many entries are."""
+    code, low_bits, entry_bits, chunk_bits = _choose_index_code(plan, entries)
+    counts_bits = plan.chunks * plan.chunk_numel.bit_length() if plan.is_variable else 0
+    indices = _words(counts_bits)
+    scales = indices + _words(entries * entry_bits + plan.chunks * chunk_bits)
+    values = scales + _words(plan.chunks * plan.values.format.scales * _SCALE_BITS)
+    nwords = values + _words(entries * plan.values.format.bits)
+    return Layout(code, low_bits, entry_bits, chunk_bits, indices, scales, values, nwords)
+
+
+class _IndexCoding(NamedTuple):
+    code: IndexCode
+    low_bits: int
+    entry_bits: int
+    chunk_bits: int
+
+
+def _choose_index_code(plan: TensorPlan, entries: int) -> _IndexCoding:
+    """Return the shortest code for the indices; every one is as long for any indices, given how many there are."""
+    length = plan.chunk_numel
+    if not plan.sends_indices:
+        return _IndexCoding(IndexCode.NONE, 0, 0, 0)
+    width = max(1, (length - 1).bit_length())
+    codings = [
+        _IndexCoding(IndexCode.PACKED, 0, width, 0),
+        *(_IndexCoding(IndexCode.ELIAS_FANO, low, low + 1, (length - 1) >> low) for low in range(width)),
+        _IndexCoding(IndexCode.BITMAP, 0, 0, length),
+    ]
+    return min(codings, key=lambda coding: entries * coding.entry_bits + plan.chunks * coding.chunk_bits)
+
+
+def _words(bits: int) -> int:
+    return -(-bits // _WORD_BITS)
+
+
+def aligned(nwords: int) -> int:
+    """Return the length of a buffer that holds so many words."""
+    step = ALIGNMENT // WORD_NBYTES
+    return -(-nwords // step) * step
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """A bucket's buffer, as it follows from names, shapes, dtypes and compressor.
+
+    ``nbytes`` is the length of every buffer or, of a plan of variable length, the greatest; ``layouts`` are those of
+    payloads that are as long as they may get. Ranks with different plans have different digests.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    plans: tuple[TensorPlan, ...]
+    layouts: tuple[Layout, ...]
+    nbytes: int
+    digest: int
+
+    @cached_property
+    def variable_length(self) -> bool:
+        """Whether buffers are as long as what they hold, so that lengths must be exchanged."""
+        return any(plan.variable_length for plan in self.plans)
+
+    @cached_property
+    def nwords(self) -> int:
+        """The same length in words."""
+        return self.nbytes // WORD_NBYTES
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """Where each payload begins, in words, in a buffer that is as long as it may get."""
+        ends = accumulate((layout.nwords for layout in self.layouts), initial=HEADER_NWORDS)
+        return tuple(ends)[:-1]
+
+    @cached_property
+    def is_variable(self) -> bool:
+        """Whether the number of entries depends on the data."""
+        return any(plan.is_variable for plan in self.plans)
+
+    @cached_property
+    def entries(self) -> int:
+        """Entries in a buffer; -1 if it depends on the data."""
+        return -1 if self.is_variable else sum(plan.entries for plan in self.plans)
+
+    def header(self, step: int, sequence: int) -> Header:
+        """Return the header of a buffer that holds payloads."""
+        return Header(self.digest, step, sequence, self.entries)
+
+    def sample_keys(self, step: int) -> list[SampleKey]:
+        """Return each tensor's key of a step."""
+        if not self._has_keys:
+            return [NO_SAMPLE_KEY] * len(self.plans)
+        return [plan.sample_key(step, spec.name) for plan, spec in zip(self.plans, self.specs, strict=True)]
+
+    @cached_property
+    def _has_keys(self) -> bool:
+        return any(plan.selection.rule.sample_key is not None for plan in self.plans)
+
+
+class Region(NamedTuple):
+    """One sender's buffer inside a tensor of words that holds those of many: where it begins and how long it is."""
+
+    sender: str
+    start: int
+    nwords: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nwords
