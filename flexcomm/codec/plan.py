@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flexcomm.compress import Compressor, TensorSpec, dense
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import BufferPlan, Selection, TensorPlan, plan_layout
-from flexcomm.kernels.layout import HEADER_NWORDS, VERSION, WORD_NBYTES, aligned
+from flexcomm.kernels.layout import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,9 +44,7 @@ def _plan_bucket(specs: tuple[TensorSpec, ...], compressor: Compressor) -> Buffe
 
 def assemble_buffer(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> BufferPlan:
     """Return how tensors with these plans share a buffer."""
-    layouts = tuple(plan_layout(plan, plan.entries) for plan in plans)
-    nwords = HEADER_NWORDS + sum(layout.nwords for layout in layouts)
-    return BufferPlan(specs, plans, layouts, aligned(nwords) * WORD_NBYTES, _digest(specs, plans))
+    return BufferPlan.of(specs, plans, _digest(specs, plans))
 
 
 def plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:

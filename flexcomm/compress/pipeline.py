@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Protocol, get_args
 
 import torch
 
 from flexcomm.compress.bases import Basis
 from flexcomm.compress.selectors import Selector, TopK
 from flexcomm.errors import CompressorError
-from flexcomm.kernels import TensorPlan, ValueCode, ValueName
+from flexcomm.kernels import TensorPlan, TensorSpec, ValueCode, ValueName
 
 if TYPE_CHECKING:
     from flexcomm.compress.settings import Settings
@@ -19,21 +19,6 @@ __all__ = ["Compressor", "Pipeline", "TensorSpec", "ValueName"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Of tensors that can be compressed."""
-
-
-class TensorSpec(NamedTuple):
-    """What a plan may depend on: the same on every rank.
-
-    Args:
-        name: what the tensor is called in residuals and messages.
-        shape: its shape.
-        dtype: its dtype.
-
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Compressor(Protocol):

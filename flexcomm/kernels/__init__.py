@@ -25,7 +25,7 @@ from flexcomm.kernels.base import (
     Status,
 )
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout, Region, plan_layout
-from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, Selection, TensorPlan, ValueCode, ValueName
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, Selection, TensorPlan, TensorSpec, ValueCode, ValueName
 from flexcomm.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ __all__ = [
     "StateUpdate",
     "Status",
     "TensorPlan",
+    "TensorSpec",
     "ValueCode",
     "ValueName",
     "choose_kernels",

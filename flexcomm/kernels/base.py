@@ -47,14 +47,14 @@ class Problem(IntEnum):
     """verify: a chunk is said to hold more entries than it can, or a payload more than its plan allows"""
     LENGTH = 5
     """verify: payloads of variable length do not end where the buffer does"""
-    INDEX = 6
-    """verify: indices do not increase, leave the chunk, or are not as many as counted"""
-    SCALE = 7
-    """verify: a scale is negative or not finite"""
-    VALUE = 8
-    """verify: a value is not finite"""
-    ENTRIES = 9
+    ENTRIES = 6
     """verify: a buffer does not hold as many entries as its header says"""
+    INDEX = 7
+    """verify: indices do not increase, leave the chunk, or are not as many as counted"""
+    SCALE = 8
+    """verify: a scale is negative or not finite"""
+    VALUE = 9
+    """verify: a value is not finite"""
 
 
 class Status(NamedTuple):
@@ -66,7 +66,7 @@ class Status(NamedTuple):
 
     @property
     def word(self) -> int:
-        """The number; 0 if nothing is wrong. Of one call's problems, the least number is reported."""
+        """The number; 0 if nothing is wrong."""
         return self.sender << 40 | self.tensor << 8 | int(self.problem)
 
     @classmethod
@@ -129,7 +129,8 @@ class BucketDecoder(Protocol):
     def verify(self, *, step: int, sequence: int) -> SupportsInt:
         """Return a status word: that of the first header that is wrong, else of the first sender with the flag.
 
-        Else that of the first payload that is wrong, by sender, tensor and kind of problem.
+        Else that of the first sender with a problem: of counts and lengths, or else of the first payload that is wrong,
+        by tensor and kind of problem.
         """
         ...
 

@@ -19,8 +19,7 @@ from flexcomm.kernels.plan import NO_SAMPLE_KEY
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from flexcomm.compress import TensorSpec
-    from flexcomm.kernels.plan import SampleKey, TensorPlan
+    from flexcomm.kernels.plan import SampleKey, TensorPlan, TensorSpec
 
 __all__ = [
     "ALIGNMENT",
@@ -211,6 +210,13 @@ class BufferPlan:
     layouts: tuple[Layout, ...]
     nbytes: int
     digest: int
+
+    @classmethod
+    def of(cls, specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...], digest: int) -> BufferPlan:
+        """Return how tensors with these plans share a buffer."""
+        layouts = tuple(plan_layout(plan, plan.entries) for plan in plans)
+        nwords = HEADER_NWORDS + sum(layout.nwords for layout in layouts)
+        return cls(specs, plans, layouts, aligned(nwords) * WORD_NBYTES, digest)
 
     @cached_property
     def variable_length(self) -> bool:

@@ -249,9 +249,6 @@ class TensorLoopDecoder:
                 if isinstance(found, Problem):
                     return Status(found, sender, number)
                 payload = found
-            problem = kernels.find_problem(self._words, payload, one)
-            if problem:
-                return Status(problem, sender, number)
             payloads.append(payload)
             position += payload.layout.nwords
             entries += one.entries if payload.counts is None else int(payload.counts.sum())
@@ -259,6 +256,10 @@ class TensorLoopDecoder:
             return Status(Problem.LENGTH, sender)
         if entries != announced:
             return Status(Problem.ENTRIES, sender)
+        for number, (one, payload) in enumerate(zip(self._plan.plans, payloads, strict=True)):
+            problem = kernels.find_problem(self._words, payload, one)
+            if problem:
+                return Status(problem, sender, number)
         self.payloads.append(payloads)
         return Status()
 

@@ -27,11 +27,27 @@ __all__ = [
     "Selection",
     "SelectionRule",
     "TensorPlan",
+    "TensorSpec",
     "ValueCode",
     "ValueFormat",
     "ValueName",
     "check_implemented",
 ]
+
+
+class TensorSpec(NamedTuple):
+    """What a plan may depend on: the same on every rank.
+
+    Args:
+        name: what the tensor is called in residuals and messages.
+        shape: its shape.
+        dtype: its dtype.
+
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class SampleKey(NamedTuple):

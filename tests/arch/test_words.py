@@ -88,8 +88,6 @@ ALLOWED = {
     "joined": "vectors put together",
     "kept": "kernels kept in the cache",
     "kept_of": "what residuals keep",
-    "lane_sum": "lanes of a vector unit",
-    "lanes_of": "lanes of a vector unit",
     "large_gathers_may_be_under_way_together": "not finished",
     "measure_alone": "without communication",
     "residuals_that_do_not_fit_are_everybodys_affair": "a law, in its own words",

@@ -23,8 +23,8 @@ from flexcomm.kernels import (
     choose_kernels,
 )
 from flexcomm.kernels.ahead import CALLS, compile_ahead
-from flexcomm.kernels.cpu import CpuKernels, checking, decoding, encoding, mixing, thresholds
-from flexcomm.kernels.cpu.shares import cut_up
+from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection, transform, values
+from flexcomm.kernels.cpu.kernels import share
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.coefficients import encode, sent_coefficients
 from tests.slow import slow_but
@@ -36,16 +36,23 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import Kernels
 
-SMALLEST_SHARE = "flexcomm.kernels.cpu.shares._SMALLEST_SHARE"
-COMPILED = ("flexcomm.kernels.cpu.encoding", "encode_chunks")
+SMALLEST_SHARE = "flexcomm.kernels.cpu.kernels._SMALLEST_SHARE"
+BLOCK_NUMEL = "flexcomm.kernels.cpu.groups.BLOCK_NUMEL"
+KEPT = {
+    *("accumulate_any", "accumulate_flat", "accumulate_plain", "accumulate_square", "check_headers", "check_values"),
+    *("count_reaching", "fill_histogram", "get_values", "mix_halves", "mix_many", "mix_two", "pick_above"),
+    *("pick_largest", "pick_shuffled", "pick_strided", "put_floats", "put_indices", "put_scaled", "read_counts"),
+    *("read_indices", "restore_any", "restore_flat", "restore_plain", "restore_square", "write_counts", "write_header"),
+}
+COMPILED = ("flexcomm.kernels.cpu.selection", "pick_largest")
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
 def signatures() -> dict[str, list[str]]:
     """What every kernel was compiled for, or loaded for."""
-    modules = (checking, decoding, encoding, mixing, thresholds)
-    kernels = {name: getattr(module, name) for module in modules for name in module.__all__}
+    modules = (checks, indices, mixing, selection, transform, values)
+    kernels = {name: kernel for module in modules for name, kernel in vars(module).items() if name in KEPT}
     return {name: [str(signature) for signature in kernel.signatures] for name, kernel in kernels.items()}
 
 
@@ -66,17 +73,18 @@ def test_cpu_kernels_keep_the_law_and_compile_nothing_but_what_is_compiled_ahead
 ) -> None:
     assert all(compiled_ahead.values()), "every kernel is compiled ahead"
     monkeypatch.setattr(SMALLEST_SHARE, 1)
+    monkeypatch.setattr(BLOCK_NUMEL, 1)
     law(CpuKernels(threads=threads), "cpu")
     assert signatures() == compiled_ahead
 
 
 def test_work_is_shared_by_as_many_threads_as_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SMALLEST_SHARE, 1)
-    assert [len(cut_up(70, 70 * 5, threads)) for threads in (1, 2, 3)] == [1, 2, 3]
+    assert [len(share(70, 70 * 5, threads)) for threads in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_a_small_tensor_is_not_worth_a_second_thread() -> None:
-    assert len(cut_up(70, 70 * 5, 3)) == 1
+    assert len(share(70, 70 * 5, 3)) == 1
 
 
 @pytest.mark.parametrize("wrong", ["words", "state"])
@@ -176,11 +184,11 @@ def test_the_largest_of_a_long_chunk_are_what_sorting_finds(k: int) -> None:
         assert picked(numbers, k, 4096) == [naively_picked(numbers.tolist(), k)]
 
 
-@pytest.mark.parametrize("values", list(ValueCode), ids=lambda values: values.name)
-def test_zeros_travel_as_zeros(values: ValueCode) -> None:
-    for selection in (Selection.EVERYTHING, Selection.LARGEST, Selection.SHUFFLED, Selection.STRIDED):
-        keep = 16 if selection is Selection.EVERYTHING else 5
-        plan = TensorPlan(1, 48, 1, 16, False, selection, keep, values)
+@pytest.mark.parametrize("code", list(ValueCode), ids=lambda code: code.name)
+def test_zeros_travel_as_zeros(code: ValueCode) -> None:
+    for choice in (Selection.EVERYTHING, Selection.LARGEST, Selection.SHUFFLED, Selection.STRIDED):
+        keep = 16 if choice is Selection.EVERYTHING else 5
+        plan = TensorPlan(1, 48, 1, 16, False, choice, keep, code)
         sent = encode(CpuKernels(1), torch.zeros(48), plan, step=1)
         assert sent.is_sound
         assert not sent_coefficients(CpuKernels(1), sent).any()

@@ -442,9 +442,10 @@ def test_enough_is_tried() -> None:
 def test_threads_refuse_and_decode_what_one_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted, submit = [], ThreadPoolExecutor.submit
     monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda *args: submitted.append(args) or submit(*args))
+    monkeypatch.setattr("flexcomm.kernels.cpu.groups.BLOCK_NUMEL", 1)
     victim = make_victim(name)
     open_(victim.gathered, victim.guarded.outs, victim.kernels)
-    assert len(submitted) >= 4, "this shows nothing unless checking and decoding are work for three threads"
+    assert len(submitted) >= 2, "this shows nothing unless decoding is work for three threads"
     victim.guarded.require_guards_and_refill()
     for way, part in WAYS.items():
         count = math.ceil(THREADED_CASES * part)

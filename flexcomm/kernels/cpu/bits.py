@@ -1,4 +1,4 @@
-"""Bit strings: little-endian 32-bit words, lowest bit first, zero before anything is put."""
+"""Bit strings: little-endian 32-bit words, lowest bit first; and floats as bits, which round alike on every device."""
 
 from __future__ import annotations
 
@@ -9,35 +9,33 @@ import numpy as np
 from flexcomm.kernels.cpu.compiler import compiled
 
 if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints
+    from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int
 
-__all__ = ["get", "get_run", "get_window", "put", "put_run", "put_window"]
+__all__ = [
+    "bf16_bits",
+    "bf16_up",
+    "fp16_bits",
+    "fp16_value",
+    "from_bits",
+    "get_window",
+    "put_window",
+    "saturated_bf16",
+    "sum_magnitudes",
+    "to_bits",
+]
 
-_LOW32 = 0xFFFFFFFF
 _FULL_WINDOW = np.uint64(0xFFFFFFFFFFFFFFFF)
-
-
-@compiled
-def put(words: FullWords, position: Int, value: Int, width: Int) -> None:
-    at, shift = position >> 5, position & 31
-    spread = value << shift
-    words[at] |= spread & _LOW32
-    if shift + width > 32:
-        words[at + 1] |= spread >> 32
-
-
-@compiled
-def get(words: FullWords, position: Int, width: Int) -> Int:
-    at, shift = position >> 5, position & 31
-    value = np.int64(words[at]) >> shift
-    if shift + width > 32:
-        value |= np.int64(words[at + 1]) << (32 - shift)
-    return value & ((1 << width) - 1)
+_MAGNITUDE = 0x7FFFFFFF
+_LARGEST_BF16 = 0x7F7F
+_ZERO = np.float32(0.0)
+_HALF_ONE = np.float32(0.5)
+_TWO_TO_112 = np.float32(2.0**112)
+_SUM_LANES = 32
 
 
 @compiled
 def put_window(words: FullWords, position: Int, window: Int, width: Int) -> None:
-    """Write 1 to 64 bits of an unsigned number, which has no others."""
+    """Write 1 to 64 bits of an unsigned number, which has no others, where zeros are."""
     at, shift = position >> 5, position & 31
     spread = window << np.uint64(shift)
     words[at] |= np.uint32(spread)
@@ -61,22 +59,66 @@ def get_window(words: FullWords, position: Int, width: Int) -> Int:
 
 
 @compiled
-def put_run(words: FullWords, position: Int, width: Int, numbers: Ints, count: Int) -> None:
-    """Write the lowest ``width`` bits of numbers, one behind the other, as many at a time as a word holds."""
-    at_once, mask = 32 // width, (1 << width) - 1
-    for begin in range(0, count, at_once):
-        many, window = min(at_once, count - begin), np.int64(0)
-        for i in range(many):
-            window |= (np.int64(numbers[begin + i]) & mask) << (i * width)
-        put(words, position + begin * width, window, many * width)
+def to_bits(value: Float) -> Int:
+    return np.int64(np.float32(value).view(np.uint32))
 
 
 @compiled
-def get_run(words: FullWords, position: Int, width: Int, numbers: Ints, count: Int) -> None:
-    """Read what :func:`put_run` wrote."""
-    at_once, mask = 32 // width, (1 << width) - 1
-    for begin in range(0, count, at_once):
-        many = min(at_once, count - begin)
-        window = get(words, position + begin * width, many * width)
-        for i in range(many):
-            numbers[begin + i] = (window >> (i * width)) & mask
+def from_bits(bits: Int) -> Float:
+    return np.uint32(bits).view(np.float32)
+
+
+@compiled
+def bf16_bits(bits: Int) -> Int:
+    """Return the bfloat16 nearest to a float32, both as bits; ties to even. What is too large becomes infinite."""
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@compiled
+def fp16_bits(bits: Int) -> Int:
+    """Return the float16 nearest to a float32, both as bits; ties to even. What is too large becomes infinite."""
+    sign, magnitude = (bits >> 16) & 0x8000, bits & _MAGNITUDE
+    if magnitude >= 0x47800000:
+        return sign | 0x7C00
+    if magnitude >= 0x38800000:
+        return sign | ((magnitude + 0x0FFF + ((magnitude >> 13) & 1) - 0x38000000) >> 13)
+    # Below the smallest normal float16 its step is 2**-24, which is also the step of float32 at one half.
+    return sign | (to_bits(from_bits(magnitude) + _HALF_ONE) - 0x3F000000)
+
+
+@compiled
+def fp16_value(half: Int) -> Float:
+    """Return the value of a finite float16."""
+    magnitude = from_bits((half & 0x7FFF) << 13) * _TWO_TO_112
+    return -magnitude if half & 0x8000 else magnitude
+
+
+@compiled
+def saturated_bf16(magnitude_bits: Int) -> Int:
+    """Return the nearest finite bfloat16 of a magnitude."""
+    return min(bf16_bits(magnitude_bits), _LARGEST_BF16)
+
+
+@compiled
+def bf16_up(magnitude_bits: Int) -> Int:
+    """Return the smallest bfloat16 that is not less than a magnitude, or the largest there is."""
+    return min((magnitude_bits + 0xFFFF) >> 16, _LARGEST_BF16)
+
+
+@compiled
+def sum_magnitudes(taken: Floats) -> Float:
+    """Sum magnitudes: entry e into lane e % 32, then lanes in halves. Any device can do that in the same order."""
+    lanes, count = np.zeros(_SUM_LANES, np.float32), taken.size
+    whole = count & ~(_SUM_LANES - 1)
+    for begin in range(0, whole, _SUM_LANES):
+        row = taken[begin : begin + _SUM_LANES]
+        for lane in range(_SUM_LANES):
+            lanes[lane] += abs(row[lane])
+    for lane in range(count - whole):
+        lanes[lane] += abs(taken[whole + lane])
+    half = _SUM_LANES >> 1
+    while half:
+        for lane in range(half):
+            lanes[lane] += lanes[lane + half]
+        half >>= 1
+    return lanes[0]

@@ -8,27 +8,51 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numba.np.numpy_support import carray
 
+from flexcomm.kernels.cpu.codelets import pointer_to
 from flexcomm.kernels.cpu.compiler import compiled, kept, summing
-from flexcomm.kernels.cpu.intrinsics import pointer_to
-from flexcomm.kernels.cpu.records import BFLOAT16
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Longs
 
     Reals = NDArray[Any]  # of float32, or of float64
 
-__all__ = ["mix_halves", "mix_many", "mix_two"]
+__all__ = ["mixer_of"]
 
+BFLOAT16, FLOAT16 = range(2)
+_HALVES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _BLOCK = 2048
 """Elements added up at a time: three arrays of them stay in the nearest cache."""
 _INFINITY = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _HALF_ONE = np.float32(0.5)
 _TWO_TO_112 = np.float32(2.0**112)
+
+
+def mixer_of(x: Tensor, terms: list[tuple[Tensor, float]], out: Tensor) -> Callable[[int, int], float]:
+    """Return what mixes a part, given where it begins and ends, and returns how far that moved, squared.
+
+    ``terms`` are vectors and their weights; ``x`` is what distances are measured from.
+    """
+    if len(terms) == 2 and terms[0][0] is x and x.dtype not in _HALVES:
+        own, other, filled = (one.detach().numpy() for one in (x, terms[1][0], out))
+        self_weight, weight = own.dtype.type(terms[0][1]), own.dtype.type(terms[1][1])
+        return lambda first, last: mix_two(own[first:last], self_weight, other[first:last], weight, filled[first:last])
+    addresses = np.array([term.data_ptr() for term, _ in terms], np.int64)
+    if x.dtype in _HALVES:
+        halves, filled = (one.detach().view(torch.uint16).numpy() for one in (x, out))
+        factors, kind = np.array([weight for _, weight in terms], np.float32), _HALVES[x.dtype]
+        return lambda first, last: mix_halves(first, last, halves, filled, addresses, factors, kind)
+    own, filled = x.detach().numpy(), out.detach().numpy()
+    factors = np.array([weight for _, weight in terms], own.dtype)
+    return lambda first, last: mix_many(first, last, own, filled, addresses, factors)
 
 
 @kept

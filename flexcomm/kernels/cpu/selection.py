@@ -1,4 +1,4 @@
-"""Selection: which coefficients of a chunk are sent, without sorting."""
+"""Selections: which coefficients of each chunk are sent. Picks are places in the chunk, in increasing order."""
 
 from __future__ import annotations
 
@@ -7,198 +7,329 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexcomm.kernels.counting import BIN_SHIFT
-from flexcomm.kernels.cpu.compiler import compiled
-from flexcomm.kernels.cpu.intrinsics import WINDOW, lowest_bit, reaching
-from flexcomm.kernels.plan import Selection
+from flexcomm.kernels.cpu.codelets import WINDOW, count_bits, lowest_bit, reaching
+from flexcomm.kernels.cpu.compiler import compiled, kept
+from flexcomm.kernels.cpu.tables import (
+    CHUNKS,
+    FIRST_CHUNK,
+    KEY,
+    NUMEL,
+    START,
+    TAU_BITS,
+    K,
+    chunk_span,
+    ints_at,
+    row_at,
+    tensor_of,
+)
 
 if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Int, Ints, Longs
-    from flexcomm.kernels.cpu.records import Job, Scratch
+    from flexcomm.kernels.cpu.compiler import Floats, Int, Ints, Longs
 
-__all__ = ["SELECTIONS", "pick_chunks"]
+__all__ = [
+    "bins_for",
+    "count_reaching",
+    "fill_histogram",
+    "pick_above",
+    "pick_largest",
+    "pick_shuffled",
+    "pick_strided",
+]
 
-_EVERYTHING = int(Selection.EVERYTHING)
-_LARGEST = int(Selection.LARGEST)
-_ABOVE = int(Selection.ABOVE)
-_SHUFFLED = int(Selection.SHUFFLED)
-_STRIDED = int(Selection.STRIDED)
-SELECTIONS = (Selection.EVERYTHING, Selection.LARGEST, Selection.ABOVE, Selection.SHUFFLED, Selection.STRIDED)
-"""Those that the functions below have a branch for; plans with others are refused before."""
-_LOW32 = 0xFFFFFFFF
+_MAGNITUDE = np.int32(0x7FFFFFFF)
 _TWO_OCTAVES = 2 << 23
+_LOW32 = 0xFFFFFFFF
+_MOST_BINS = 1024
 
 
-@compiled
-def collect(magnitudes: Ints, bound: Int, picks: Ints, base: Int) -> Int:
-    """Fill ``picks`` with the places of all magnitudes that reach the bound, plus ``base``; return how many.
+def bins_for(numel: int, k: int) -> int:
+    """Return into how many running maxima the magnitudes of a chunk are sorted; 0: it is not worth it.
 
-    Has no branch to mispredict: every place is stored, and overwritten unless it counts.
+    ``k`` of these maxima reach the ``k``-th of them, so at least as many magnitudes do, and seldom many more.
     """
-    limit, found = np.int32(bound), 0
-    for i in range(magnitudes.size):
-        picks[found] = base + i
-        found += magnitudes[i] >= limit
-    return found
+    bins = 128
+    while bins < 2 * k:
+        bins *= 2
+    return bins if bins <= _MOST_BINS and 4 * bins <= numel and numel % WINDOW == 0 else 0
 
 
 @compiled
-def collect_few(magnitudes: Ints, bound: Int, picks: Ints, base: Int) -> Int:
-    """Do what :func:`collect` does, faster where few of many magnitudes reach the bound."""
-    limit, found, whole = np.int32(bound), 0, magnitudes.size - magnitudes.size % WINDOW
-    for begin in range(0, whole, WINDOW):
-        window = reaching(magnitudes, begin, limit)
-        while window:
-            picks[found] = base + begin + np.int64(lowest_bit(window))
-            found += 1
-            window &= window - np.uint64(1)
-    return found + collect(magnitudes[whole:], bound, picks[found:], base + whole)
+def count_windows(address: Int, windows: Int, bound: Int) -> Int:
+    """Return how many magnitudes reach a bound."""
+    count = np.int64(0)
+    for window in range(windows):
+        count += np.int64(count_bits(reaching(address + 4 * WINDOW * window, np.int32(bound))))
+    return count
 
 
 @compiled
-def count_reaching(magnitudes: Ints, bound: Int) -> Int:
-    limit, count = np.int32(bound), np.int32(0)
-    for i in range(magnitudes.size):
-        count = np.int32(count + np.int32(magnitudes[i] >= limit))
-    return np.int64(count)
+def bound_of_largest(address: Int, windows: Int, k: Int, low: Int, top: Int) -> Int:
+    """Return the largest bound that at least ``k`` magnitudes reach, or one that exactly so many reach.
 
-
-@compiled
-def bound_of_largest(magnitudes: Ints, k: Int) -> Int:
-    """Return the largest bound that at least ``k`` magnitudes reach, or one that exactly so many reach."""
-    top = np.int32(0)
-    for i in range(magnitudes.size):
-        top = max(top, magnitudes[i])
-    low, high = max(np.int64(0), np.int64(top) - _TWO_OCTAVES), np.int64(top) + 1
-    reaching = count_reaching(magnitudes, low)
-    while reaching < k:
+    None is above ``top``, and ``low`` is where to begin.
+    """
+    high, reached = top + 1, count_windows(address, windows, low)
+    while reached < k:
         low, high = low >> 1, low
-        reaching = count_reaching(magnitudes, low)
-    while reaching != k and high - low > 1:
+        reached = count_windows(address, windows, low)
+    while reached != k and high - low > 1:
         middle = (low + high) >> 1
-        reaching = count_reaching(magnitudes, middle)
+        reached = count_windows(address, windows, middle)
         # Two choices, not a branch: which half it is cannot be predicted.
-        enough = reaching >= k
+        enough = reached >= k
         low = middle if enough else low
         high = high if enough else middle
     return low
 
 
 @compiled
-def pick_by_maxima(magnitudes: Ints, k: Int, tops: Ints, few: Ints, picks: Ints, base: Int) -> tuple[Int, Int]:
-    """Pick those that reach the bound of the ``k`` largest of a long row, looking closely at few of them.
-
-    Returns the bound and how many reach it.
-    """
-    spread = tops.size
-    tops[:] = 0
-    for begin in range(0, magnitudes.size - spread + 1, spread):
-        row = magnitudes[begin : begin + spread]
-        for i in range(spread):
-            tops[i] = max(tops[i], row[i])
-    # `k` of these maxima reach the floor, so at least as many magnitudes do, and seldom many more.
-    floor = bound_of_largest(tops, k)
-    count = collect_few(magnitudes, floor, picks, base)
-    for entry in range(count):
-        few[entry] = magnitudes[picks[entry] - base]
-    bound, found = max(floor, bound_of_largest(few[:count], k)), 0
-    for entry in range(count):
-        picks[found] = picks[entry]
-        found += few[entry] >= bound
-    return bound, found
+def largest_of(numbers: Ints) -> Int:
+    top = np.int32(0)
+    for i in range(numbers.size):
+        top = max(top, numbers[i])
+    return np.int64(top)
 
 
 @compiled
-def pick_largest(magnitudes: Ints, k: Int, tops: Ints, few: Ints, picks: Ints, base: Int) -> Int:
-    """Pick the ``k`` largest magnitudes, in order; of equals those of lowest index."""
-    if 4 * tops.size <= magnitudes.size:
-        bound, count = pick_by_maxima(magnitudes, k, tops, few, picks, base)
-    else:
-        bound = bound_of_largest(magnitudes, k)
-        count = collect(magnitudes, bound, picks, base)
-    return drop_last(magnitudes, bound + 1, k, picks, base, count)
-
-
-@compiled
-def drop_last(magnitudes: Ints, bound: Int, k: Int, picks: Ints, base: Int, count: Int) -> Int:
-    """Drop the last of those picks that stay below the bound, until ``k`` are left."""
-    if count == k:
-        return count
-    spare = count - k
-    for entry in range(count - 1, -1, -1):
-        if spare > 0 and magnitudes[picks[entry] - base] < bound:
-            picks[entry] = -1
-            spare -= 1
+def collect(address: Int, windows: Int, bound: Int, picks: Ints) -> Int:
+    """Fill ``picks`` with the places of all magnitudes that reach the bound; return how many."""
     found = 0
-    for entry in range(count):
-        picks[found] = picks[entry]
-        found += picks[entry] >= 0
+    for window in range(windows):
+        bits = reaching(address + 4 * WINDOW * window, np.int32(bound))
+        # Counted before: whether another bit follows is as good as random, and a mispredicted jump costs more.
+        for _ in range(count_bits(bits)):
+            picks[found] = WINDOW * window + np.int64(lowest_bit(bits))
+            bits &= bits - np.uint64(1)
+            found += 1
     return found
+
+
+@compiled
+def fill_magnitudes(row: Ints, magnitudes: Ints) -> Int:
+    """Copy magnitudes, and zeros behind them up to a whole window; return how many windows that is."""
+    windows = -(-row.size // WINDOW)
+    magnitudes[row.size : windows * WINDOW] = 0
+    for i in range(row.size):
+        magnitudes[i] = row[i] & _MAGNITUDE
+    return windows
+
+
+@compiled
+def drop_last(magnitudes: Ints, bound: Int, k: Int, picks: Ints, count: Int) -> None:
+    """Drop the last of those picks whose magnitudes stay below the bound, until ``k`` are left."""
+    spare, left = count - k, 0
+    for entry in range(count):
+        left += magnitudes[entry] < bound
+    kept, dropped_from = 0, left - spare
+    left = 0
+    for entry in range(count):
+        is_below = magnitudes[entry] < bound
+        picks[kept] = picks[entry]
+        kept += not (is_below and left >= dropped_from)
+        left += is_below
+
+
+@kept
+def pick_largest(
+    table: Longs, first: Int, last: Int, scratch: Floats, tops: Ints, bins: Int, is_filled: Int, memory: Ints, out: Ints
+) -> None:
+    """Pick the ``k`` largest magnitudes of every chunk; of equals those of lowest index.
+
+    ``tops`` has so many ``bins`` of running maxima for each chunk, which are filled already, or not.
+    """
+    number, chunk, done = tensor_of(table, first), first, 0
+    while chunk < last:
+        row = table[number]
+        begin, end = chunk_span(row, chunk, last)
+        k, numel = row[K], row[NUMEL]
+        windows = -(-numel // WINDOW)
+        picks, few = memory[: numel + WINDOW], memory[numel + WINDOW : 2 * numel + 3 * WINDOW]
+        for at in range(begin, end):
+            address = row_at(row, at, first, scratch.ctypes.data)
+            values, chosen = ints_at(address, numel), out[done : done + k]
+            if bins:
+                maxima = tops[(row[FIRST_CHUNK] + at - first) * bins :][:bins]
+                if not is_filled:
+                    fill_maxima(values, maxima)
+                top = largest_of(maxima)
+                bound = bound_of_largest(maxima.ctypes.data, bins // WINDOW, k, max(0, top - _TWO_OCTAVES), top)
+            else:
+                fill_magnitudes(values, few)
+                address, top = few.ctypes.data, largest_of(few[: windows * WINDOW])
+                bound = bound_of_largest(address, windows, k, max(0, top - _TWO_OCTAVES), top)
+            # Zeros are never looked for: where they are needed, the first ones are taken.
+            bound = max(bound, 1)
+            count = collect(address, windows, bound, picks)
+            if count < k:
+                fill_up_with_zeros(picks, count, chosen)
+            else:
+                if count > k:
+                    for entry in range(count):
+                        few[entry] = values[picks[entry]] & _MAGNITUDE
+                    if bins:
+                        count, bound = narrow(few, picks, count, k, bound, top)
+                    drop_last(few, bound + 1, k, picks, count)
+                for entry in range(k):
+                    chosen[entry] = picks[entry]
+            done += k
+        chunk, number = row[FIRST_CHUNK] + end, number + 1
+
+
+@compiled
+def fill_maxima(values: Ints, maxima: Ints) -> None:
+    bins = maxima.size
+    maxima[:] = 0
+    for begin in range(0, values.size - bins + 1, bins):
+        row = values[begin : begin + bins]
+        for i in range(bins):
+            maxima[i] = max(maxima[i], row[i] & _MAGNITUDE)
+
+
+@compiled
+def narrow(few: Ints, picks: Ints, count: Int, k: Int, bound: Int, top: Int) -> tuple[Int, Int]:
+    """Drop the picks that do not reach the bound of the ``k`` largest; return how many are left, and the bound."""
+    windows = -(-count // WINDOW)
+    few[count : windows * WINDOW] = 0
+    bound, kept = bound_of_largest(few.ctypes.data, windows, k, bound, top), 0
+    for entry in range(count):
+        size = few[entry]
+        picks[kept], few[kept] = picks[entry], size
+        kept += size >= bound
+    return kept, bound
+
+
+@compiled
+def fill_up_with_zeros(picks: Ints, count: Int, chosen: Ints) -> None:
+    """Choose all picks, and of the other places the first ones."""
+    entry, spare, place, found = 0, chosen.size - count, 0, 0
+    while found < chosen.size:
+        if entry < count and (spare == 0 or picks[entry] == place):
+            chosen[found] = place = picks[entry]
+            entry += 1
+        else:
+            chosen[found] = place
+            spare -= 1
+        place += 1
+        found += 1
+
+
+@kept
+def count_reaching(table: Longs, bound: Int, counts: Longs) -> None:
+    """Count the magnitudes of each chunk of one tensor that reach a bound."""
+    row = table[0]
+    for at in range(counts.size):
+        values = ints_at(row_at(row, at, 0, 0), row[NUMEL])
+        count, limit = np.int32(0), np.int32(bound)
+        for i in range(values.size):
+            count += np.int32((values[i] & _MAGNITUDE) >= limit)
+        counts[at] = count
+
+
+@kept
+def fill_histogram(table: Longs, bins: Longs) -> None:
+    """Count the magnitudes of one tensor by the upper half of their bits."""
+    row = table[0]
+    for at in range(row[CHUNKS]):
+        values = ints_at(row_at(row, at, 0, 0), row[NUMEL])
+        for i in range(values.size):
+            bins[(values[i] & _MAGNITUDE) >> BIN_SHIFT] += 1
+
+
+@kept
+def pick_above(table: Longs, before: Longs, memory: Ints, out: Ints) -> None:
+    """Pick the magnitudes of one tensor that reach its threshold: so many of each chunk as ``before`` says.
+
+    Where more reach it, the last of the threshold's own bin stay.
+    """
+    row = table[0]
+    numel, windows, tau = row[NUMEL], -(-row[NUMEL] // WINDOW), row[TAU_BITS]
+    picks, few = memory[: numel + WINDOW], memory[numel + WINDOW : 2 * numel + 3 * WINDOW]
+    above = ((tau >> BIN_SHIFT) + 1) << BIN_SHIFT
+    for at in range(row[CHUNKS]):
+        values = ints_at(row_at(row, at, 0, 0), numel)
+        chosen = out[before[at] : before[at + 1]]
+        fill_magnitudes(values, few)
+        count = collect(few.ctypes.data, windows, tau, picks) if tau else collect_all(picks, numel)
+        for entry in range(count):
+            few[entry] = values[picks[entry]] & _MAGNITUDE
+        if count > chosen.size:
+            drop_last(few, above, chosen.size, picks, count)
+        for entry in range(chosen.size):
+            chosen[entry] = picks[entry]
+
+
+@compiled
+def collect_all(picks: Ints, numel: Int) -> Int:
+    for place in range(numel):
+        picks[place] = place
+    return numel
 
 
 @compiled
 def mix32(value: Int) -> Int:
     """Scatter 32 bits: MurmurHash3's finaliser."""
-    value ^= value >> 16
-    value = (value * 0x85EBCA6B) & _LOW32
-    value ^= value >> 13
-    value = (value * 0xC2B2AE35) & _LOW32
-    return value ^ (value >> 16)
+    value = np.uint32(value)
+    value ^= value >> np.uint32(16)
+    value = np.uint32(value * np.uint32(0x85EBCA6B))
+    value ^= value >> np.uint32(13)
+    value = np.uint32(value * np.uint32(0xC2B2AE35))
+    return np.uint32(value ^ (value >> np.uint32(16)))
 
 
-@compiled
-def shuffled(place: Int, length: Int, key: Int) -> Int:
-    """Return where ``place`` goes in an order of ``range(length)`` that the key determines.
+@kept
+def pick_shuffled(table: Longs, first: Int, last: Int, memory: Ints, out: Ints) -> None:
+    """Pick ``k`` of every chunk from an order of its places that the key determines, from ``START`` on.
 
-    Each round permutes the numbers of so many bits; one that leaves the range is sent through again.
+    Four rounds permute the numbers of so many bits; one that leaves the chunk is sent through again.
     """
-    width = 1
-    while (1 << width) < length:
-        width += 1
-    mask, half = (1 << width) - 1, (width + 1) >> 1
-    while True:
-        for turn in range(4):
-            place = (place + mix32((key + turn) & _LOW32)) & mask
-            place = (place * 0x2C9277B5) & mask
-            place ^= place >> half
-        if place < length:
-            return place
+    number, chunk, done = tensor_of(table, first), first, 0
+    while chunk < last:
+        row = table[number]
+        begin, end = chunk_span(row, chunk, last)
+        k, numel, width = row[K], row[NUMEL], 1
+        while (1 << width) < numel:
+            width += 1
+        mask, half = np.uint32((1 << width) - 1), np.uint32((width + 1) >> 1)
+        marks = memory[: -(-numel // 32)]
+        for at in range(begin, end):
+            key = mix32(np.uint32(row[KEY]) + np.uint32(at) * np.uint32(0x9E3779B9))
+            k0, k1 = mix32(key), mix32(np.uint32(key + np.uint32(1)))
+            k2, k3 = mix32(np.uint32(key + np.uint32(2))), mix32(np.uint32(key + np.uint32(3)))
+            marks[:] = 0
+            for entry in range(k):
+                place = np.uint32((row[START] + entry) % numel)
+                while True:
+                    for turn in (k0, k1, k2, k3):
+                        place = np.uint32(np.uint32(place + turn) & mask)
+                        place = np.uint32(np.uint32(place * np.uint32(0x2C9277B5)) & mask)
+                        place ^= place >> half
+                    if place < numel:
+                        break
+                marks[place >> np.uint32(5)] |= np.int32(np.uint32(1) << (place & np.uint32(31)))
+            for word in range(marks.size):
+                bits = np.uint64(np.uint32(marks[word]))
+                for _ in range(count_bits(bits)):
+                    out[done] = 32 * word + np.int64(lowest_bit(bits))
+                    bits &= bits - np.uint64(1)
+                    done += 1
+        chunk, number = row[FIRST_CHUNK] + end, number + 1
 
 
-@compiled
-def pick_shared(chunk: Int, job: Job, marks: Ints, picks: Ints, base: Int) -> Int:
-    length = job.chunk_numel
-    marks[:] = 0
-    key = mix32((job.key + chunk * 0x9E3779B9) & _LOW32)
-    for entry in range(job.k):
-        if job.selection == _SHUFFLED:
-            marks[shuffled((job.start + entry) % length, length, key)] = 1
-        elif job.selection == _STRIDED:
-            marks[(entry * length // job.k + job.start) % length] = 1
-    return collect(marks, 1, picks, base)
-
-
-@compiled
-def pick_chunks(first: Int, many: Int, job: Job, before: Longs, magnitudes: Ints, scratch: Scratch) -> Int:
-    """Fill ``scratch.picks`` and ``scratch.counts`` with what is sent of each chunk; return how many that is in all.
-
-    Where everything is sent, there are no picks. Where it depends on the data how many are sent of a chunk, the
-    differences of ``before[0]`` say.
-    """
-    length, total = job.chunk_numel, 0
-    for i in range(many):
-        # A row of its own, not an offset: where an index could be negative, numba's loops are not made into vectors.
-        row, picks, base = magnitudes[i * length : (i + 1) * length], scratch.picks[total:], i * length
-        count = 0
-        if job.selection == _EVERYTHING:
-            count = length
-        elif job.selection == _LARGEST:
-            count = pick_largest(row, job.k, scratch.tops, scratch.few, picks, base)
-        elif job.selection == _ABOVE:
-            reaching = collect(row, job.tau_bits, picks, base)
-            count = before[0, first + i + 1] - before[0, first + i]
-            drop_last(row, ((job.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT, count, picks, base, reaching)
-        elif not job.needs_magnitudes:
-            count = pick_shared(first + i, job, scratch.few, picks, base)
-        scratch.counts[i] = count
-        total += count
-    return total
+@kept
+def pick_strided(table: Longs, first: Int, last: Int, _memory: Ints, out: Ints) -> None:
+    """Pick ``k`` of every chunk, evenly spaced, from ``START`` on."""
+    number, chunk, done = tensor_of(table, first), first, 0
+    while chunk < last:
+        row = table[number]
+        begin, end = chunk_span(row, chunk, last)
+        k, numel, start = row[K], row[NUMEL], row[START]
+        # Places increase up to the end of the chunk, and go on at its beginning: those are the least.
+        turned = 0
+        while turned < k and turned * numel // k + start < numel:
+            turned += 1
+        for entry in range(k):
+            out[done + entry] = ((entry + turned) % k * numel // k + start) % numel
+        for copy in range(done + k, done + (end - begin) * k, k):
+            out[copy : copy + k] = out[done : done + k]
+        done += (end - begin) * k
+        chunk, number = row[FIRST_CHUNK] + end, number + 1

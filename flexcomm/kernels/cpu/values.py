@@ -1,4 +1,4 @@
-"""Value codes. Each ``put_`` writes entries and leaves in ``taken`` what was not sent of them."""
+"""Value codes. Each ``put_`` writes what was taken of a chunk, and leaves in its place what was not sent of it."""
 
 from __future__ import annotations
 
@@ -6,129 +6,193 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexcomm.kernels.cpu.bits import get, get_run, put, put_run
-from flexcomm.kernels.cpu.compiler import compiled
-from flexcomm.kernels.cpu.floats import bf16_up, fp16_bits, fp16_value, from_bits, lane_sum, saturated_bf16, to_bits
+from flexcomm.kernels.base import Problem
+from flexcomm.kernels.cpu.bits import (
+    bf16_up,
+    fp16_bits,
+    fp16_value,
+    from_bits,
+    get_window,
+    put_window,
+    saturated_bf16,
+    sum_magnitudes,
+    to_bits,
+)
+from flexcomm.kernels.cpu.compiler import compiled, kept
+from flexcomm.kernels.cpu.tables import (
+    CHUNKS,
+    FIRST_CHUNK,
+    FIRST_ENTRY,
+    NUMEL,
+    SCALES,
+    VALUES,
+    chunk_span,
+    entries_before,
+    floats_at,
+    row_at,
+    tensor_of,
+)
 from flexcomm.kernels.plan import ValueCode
 
 if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Ints
-    from flexcomm.kernels.cpu.records import Job, Scratch, Target, Words
+    from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Ints, Longs
 
-__all__ = ["CODES", "get_values", "put_values"]
+__all__ = ["CODES", "check_values", "get_values", "put_floats", "put_scaled"]
 
-_FP32 = int(ValueCode.FP32)
-_BF16 = int(ValueCode.BF16)
-_FP16 = int(ValueCode.FP16)
-_INT8 = int(ValueCode.INT8)
-_SIGN = int(ValueCode.SIGN)
-_SIGN2 = int(ValueCode.SIGN2)
+_FP32, _BF16, _FP16 = int(ValueCode.FP32), int(ValueCode.BF16), int(ValueCode.FP16)
+_INT8, _SIGN, _SIGN2 = int(ValueCode.INT8), int(ValueCode.SIGN), int(ValueCode.SIGN2)
 CODES = (ValueCode.FP32, ValueCode.BF16, ValueCode.FP16, ValueCode.INT8, ValueCode.SIGN, ValueCode.SIGN2)
 """Those that the functions below have a branch for; plans with others are refused before."""
+_SIGN2_BITS = 3
 _MAGNITUDE = 0x7FFFFFFF
+_INFINITY = np.int32(0x7F800000)
 _LARGEST_FP16 = 0x7BFF
+_SCALE_INFINITY = 0x7F80
 _ZERO = np.float32(0.0)
+_SCALE, _VALUE = int(Problem.SCALE), int(Problem.VALUE)
 
 
 @compiled
-def put_values(target: Target, position: Int, first: Int, many: Int, job: Job, count: Int, scratch: Scratch) -> None:
-    """Write all that was taken; scaled codes chunk by chunk, the others in one run."""
-    if job.values == _FP32:
-        put_fp32(target.values.full[position >> 5 :], scratch.taken, count)
-    elif job.values == _BF16:
-        put_bf16(target.values.halves[position >> 4 :], scratch.taken, count)
-    elif job.values == _FP16:
-        put_fp16(target.values.halves[position >> 4 :], scratch.taken, count)
-    elif job.scales:
-        done = 0
-        for i in range(many):
-            taken = scratch.taken[done : done + scratch.counts[i]]
-            put_scaled(target, position + done * job.value_bits, first + i, job, taken, scratch)
-            done += taken.size
+def rest_of(picked: Float, sent: Float, stays: Float) -> Float:
+    """Return what stays of a coefficient: what was not sent of it, and a share of what was."""
+    unsent = picked - sent
+    return unsent if stays == _ZERO else unsent + stays * (picked - unsent)
 
 
 @compiled
-def put_scaled(target: Target, position: Int, chunk: Int, job: Job, taken: Floats, scratch: Scratch) -> None:
-    if job.values == _INT8:
-        put_int8(target.values.bytes[position >> 3 :], target.scales, chunk, taken)
-    elif job.values == _SIGN:
-        put_sign(target.values.full, position, target.scales, chunk, taken, scratch.sums)
-    elif job.values == _SIGN2:
-        put_sign2(target.values.full, position, target.scales, chunk, taken, scratch.few)
+def take(coefs: Floats, picks: Ints, taken: Floats) -> None:
+    for entry in range(picks.size):
+        taken[entry] = coefs[picks[entry]]
 
 
 @compiled
-def put_fp32(words: FullWords, taken: Floats, count: Int) -> None:
-    for entry in range(count):
-        words[entry] = to_bits(taken[entry])
-        taken[entry] = _ZERO
+def put_back(coefs: Floats, picks: Ints, taken: Floats) -> None:
+    for entry in range(picks.size):
+        coefs[picks[entry]] = taken[entry]
 
 
 @compiled
-def put_bf16(halves: Halves, taken: Floats, count: Int) -> None:
-    for entry in range(count):
+def is_nonfinite(taken: Floats) -> Int:
+    bits, top = taken.view(np.int32), np.int32(0)
+    for entry in range(bits.size):
+        top = max(top, bits[entry] & np.int32(_MAGNITUDE))
+    return top >= _INFINITY
+
+
+@kept
+def put_floats(
+    table: Longs,
+    first: Int,
+    last: Int,
+    scratch: Floats,
+    code: Int,
+    picks: Ints,
+    before: Longs,
+    origin: Int,
+    words: FullWords,
+    stays: Float,
+    memory: Floats,
+) -> Int:
+    """Write what is picked of chunks as floats; everything, if there are no picks.
+
+    Returns 0, or 1 + the first tensor of which that is not finite. The first of ``picks`` is entry ``origin``.
+    """
+    number, chunk, halves = tensor_of(table, first), first, words.view(np.uint16)
+    while chunk < last:
+        row = table[number]
+        begin, end = chunk_span(row, chunk, last)
+        for at in range(begin, end):
+            start = row[FIRST_ENTRY] + entries_before(row, at, before)
+            stop = row[FIRST_ENTRY] + entries_before(row, at + 1, before)
+            coefs = floats_at(row_at(row, at, first, scratch.ctypes.data), row[NUMEL])
+            own, taken = picks[start - origin : stop - origin], coefs
+            if picks.size:
+                taken = memory[: stop - start]
+                take(coefs, own, taken)
+            if is_nonfinite(taken):
+                return 1 + number
+            entry = start - row[FIRST_ENTRY]
+            if code == _FP32:
+                put_fp32(words[row[VALUES] + entry :], taken, stays)
+            elif code == _BF16:
+                put_bf16(halves[2 * row[VALUES] + entry :], taken, stays)
+            else:
+                put_fp16(halves[2 * row[VALUES] + entry :], taken, stays)
+            if picks.size:
+                put_back(coefs, own, taken)
+        chunk, number = row[FIRST_CHUNK] + end, number + 1
+    return 0
+
+
+@compiled
+def put_fp32(words: FullWords, taken: Floats, stays: Float) -> None:
+    bits = taken.view(np.uint32)
+    for entry in range(taken.size):
+        words[entry] = bits[entry]
+    for entry in range(taken.size):
+        taken[entry] = rest_of(taken[entry], taken[entry], stays)
+
+
+@compiled
+def put_bf16(halves: Halves, taken: Floats, stays: Float) -> None:
+    for entry in range(taken.size):
         word = to_bits(taken[entry])
         code = ((word >> 16) & 0x8000) | saturated_bf16(word & _MAGNITUDE)
         halves[entry] = code
-        taken[entry] -= from_bits(code << 16)
+        taken[entry] = rest_of(taken[entry], from_bits(code << 16), stays)
 
 
 @compiled
-def put_fp16(halves: Halves, taken: Floats, count: Int) -> None:
-    for entry in range(count):
+def put_fp16(halves: Halves, taken: Floats, stays: Float) -> None:
+    for entry in range(taken.size):
         word = to_bits(taken[entry])
         code = ((word >> 16) & 0x8000) | min(fp16_bits(word & _MAGNITUDE), _LARGEST_FP16)
         halves[entry] = code
-        taken[entry] -= fp16_value(code)
+        taken[entry] = rest_of(taken[entry], fp16_value(code), stays)
 
 
-@compiled
-def put_int8(levels: Bytes, scales: Halves, chunk: Int, taken: Floats) -> None:
-    count = taken.size
-    largest = _ZERO
-    for entry in range(count):
-        largest = max(largest, abs(taken[entry]))
-    scale = put_scale(scales, chunk, bf16_up(to_bits(largest / np.float32(127.0))))
-    if scale == 0:
-        return
-    for entry in range(count):
-        level = np.int8(np.rint(taken[entry] / scale))
-        levels[entry] = level
-        taken[entry] -= np.float32(level) * scale
-
-
-@compiled
-def put_sign(words: FullWords, position: Int, scales: Halves, chunk: Int, taken: Floats, sums: Floats) -> None:
-    count = taken.size
-    mean = lane_sum(taken, sums) / np.float32(max(count, 1))
-    scale = put_scale(scales, chunk, saturated_bf16(to_bits(mean)))
-    for begin in range(0, count, 32):
-        width, signs = min(32, count - begin), np.int64(0)
-        for entry in range(width):
-            signs |= (to_bits(taken[begin + entry]) >> 31) << entry
-        put(words, position + begin, signs, width)
-    for entry in range(count):
-        taken[entry] = taken[entry] + scale if to_bits(taken[entry]) >> 31 else taken[entry] - scale
-
-
-@compiled
-def put_sign2(words: FullWords, position: Int, scales: Halves, chunk: Int, taken: Floats, codes: Ints) -> None:
-    count = taken.size
-    if count == 0:
-        return
-    least, largest = np.int64(_MAGNITUDE), np.int64(0)
-    for entry in range(count):
-        magnitude = to_bits(taken[entry]) & _MAGNITUDE
-        least, largest = min(least, magnitude), max(largest, magnitude)
-    base = put_scale(scales, 2 * chunk, least >> 16)
-    step = put_scale(scales, 2 * chunk + 1, bf16_up(to_bits((from_bits(largest) - base) / np.float32(3.0))))
-    for entry in range(count):
-        negative = to_bits(taken[entry]) >> 31
-        level = np.rint((abs(taken[entry]) - base) / step) if step > 0 else _ZERO
-        codes[entry] = negative | (np.int64(level) << 1)
-        sent = base + level * step
-        taken[entry] = taken[entry] + sent if negative else taken[entry] - sent
-    put_run(words, position, 3, codes, count)
+@kept
+def put_scaled(
+    table: Longs,
+    first: Int,
+    last: Int,
+    scratch: Floats,
+    code: Int,
+    picks: Ints,
+    before: Longs,
+    origin: Int,
+    words: FullWords,
+    stays: Float,
+    memory: Floats,
+) -> Int:
+    """Do what :func:`put_floats` does, by codes that have scales."""
+    number, chunk = tensor_of(table, first), first
+    halves, octets = words.view(np.uint16), words.view(np.int8)
+    while chunk < last:
+        row = table[number]
+        begin, end = chunk_span(row, chunk, last)
+        for at in range(begin, end):
+            start = row[FIRST_ENTRY] + entries_before(row, at, before)
+            stop = row[FIRST_ENTRY] + entries_before(row, at + 1, before)
+            coefs = floats_at(row_at(row, at, first, scratch.ctypes.data), row[NUMEL])
+            own, taken = picks[start - origin : stop - origin], coefs
+            if picks.size:
+                taken = memory[: stop - start]
+                take(coefs, own, taken)
+            if is_nonfinite(taken):
+                return 1 + number
+            entry, scale = start - row[FIRST_ENTRY], 2 * row[SCALES] + at
+            if code == _INT8:
+                put_int8(octets[4 * row[VALUES] + entry :], halves, scale, taken, stays)
+            elif code == _SIGN:
+                put_sign(words, 32 * row[VALUES] + entry, halves, scale, taken, stays)
+            else:
+                position = 32 * row[VALUES] + _SIGN2_BITS * entry
+                put_sign2(words, position, halves, scale + at, taken, stays)
+            if picks.size:
+                put_back(coefs, own, taken)
+        chunk, number = row[FIRST_CHUNK] + end, number + 1
+    return 0
 
 
 @compiled
@@ -139,61 +203,149 @@ def put_scale(scales: Halves, place: Int, code: Int) -> Float:
 
 
 @compiled
-def get_scale(halves: Halves, section: Int, place: Int) -> Float:
-    return from_bits(np.int64(halves[2 * section + place]) << 16)
+def put_int8(levels: Bytes, scales: Halves, place: Int, taken: Floats, stays: Float) -> None:
+    largest = _ZERO
+    for entry in range(taken.size):
+        largest = max(largest, abs(taken[entry]))
+    scale = put_scale(scales, place, bf16_up(to_bits(largest / np.float32(127.0))))
+    for entry in range(taken.size):
+        level = np.int8(np.rint(taken[entry] / scale)) if scale != _ZERO else np.int8(0)
+        levels[entry] = level
+        taken[entry] = rest_of(taken[entry], np.float32(level) * scale, stays)
 
 
 @compiled
-def get_values(
-    words: Words, position: Int, scales: Int, first: Int, many: Int, job: Job, count: Int, scratch: Scratch
+def put_sign(words: FullWords, position: Int, scales: Halves, place: Int, taken: Floats, stays: Float) -> None:
+    bits, count = taken.view(np.uint32), taken.size
+    scale = put_scale(scales, place, saturated_bf16(to_bits(sum_magnitudes(taken) / np.float32(max(count, 1)))))
+    for begin in range(0, count, 32):
+        width, signs = min(32, count - begin), np.uint32(0)
+        for entry in range(width):
+            signs |= (bits[begin + entry] >> np.uint32(31)) << np.uint32(entry)
+        put_window(words, position + begin, np.uint64(signs), width)
+    for entry in range(count):
+        sent = -scale if bits[entry] >> np.uint32(31) else scale
+        taken[entry] = rest_of(taken[entry], sent, stays)
+
+
+@compiled
+def put_sign2(words: FullWords, position: Int, scales: Halves, place: Int, taken: Floats, stays: Float) -> None:
+    if taken.size == 0:
+        return
+    least, largest = np.int64(_MAGNITUDE), np.int64(0)
+    for entry in range(taken.size):
+        magnitude = to_bits(taken[entry]) & _MAGNITUDE
+        least, largest = min(least, magnitude), max(largest, magnitude)
+    base = put_scale(scales, place, least >> 16)
+    step = put_scale(scales, place + 1, bf16_up(to_bits((from_bits(largest) - base) / np.float32(3.0))))
+    at_once = 21
+    for begin in range(0, taken.size, at_once):
+        many, window = min(at_once, taken.size - begin), np.uint64(0)
+        for entry in range(many):
+            value = taken[begin + entry]
+            negative = to_bits(value) >> 31
+            level = np.rint((abs(value) - base) / step) if step > 0 else _ZERO
+            window |= np.uint64(negative | (np.int64(level) << 1)) << np.uint64(_SIGN2_BITS * entry)
+            sent = base + level * step
+            taken[begin + entry] = rest_of(value, -sent if negative else sent, stays)
+        put_window(words, position + _SIGN2_BITS * begin, window, _SIGN2_BITS * many)
+
+
+@compiled
+def scale_at(halves: Halves, place: Int) -> Float:
+    return from_bits(np.int64(halves[place]) << 16)
+
+
+@kept
+def get_values(  # noqa: C901  (a branch for each code)
+    table: Longs,
+    first: Int,
+    last: Int,
+    code: Int,
+    words: FullWords,
+    start: Int,
+    before: Longs,
+    origin: Int,
+    out: Floats,
 ) -> None:
-    """Read the entries of chunks into ``scratch.taken``. ``scales`` is the word at which the scales begin."""
-    sent = scratch.taken
-    if job.values == _FP32:
-        full = words.full[position >> 5 :]
-        for entry in range(count):
-            sent[entry] = from_bits(full[entry])
-    elif job.values == _BF16:
-        halves = words.halves[position >> 4 :]
-        for entry in range(count):
-            sent[entry] = from_bits(np.int64(halves[entry]) << 16)
-    elif job.values == _FP16:
-        halves = words.halves[position >> 4 :]
-        for entry in range(count):
-            sent[entry] = fp16_value(np.int64(halves[entry]))
-    elif job.scales:
-        done = 0
-        for i in range(many):
-            here = sent[done : done + scratch.counts[i]]
-            get_scaled(words, position + done * job.value_bits, scales, first + i, job.values, here, scratch.few)
-            done += here.size
-
-
-@compiled
-def get_scaled(words: Words, position: Int, scales: Int, chunk: Int, values: Int, sent: Floats, codes: Ints) -> None:
-    if values == _INT8:
-        get_levels(words.bytes[position >> 3 :], get_scale(words.halves, scales, chunk), sent)
-    elif values == _SIGN:
-        get_signs(words.full, position, get_scale(words.halves, scales, chunk), sent)
-    elif values == _SIGN2:
-        base, step = get_scale(words.halves, scales, 2 * chunk), get_scale(words.halves, scales, 2 * chunk + 1)
-        get_run(words.full, position, 3, codes, sent.size)
-        for entry in range(sent.size):
-            magnitude = base + np.float32(codes[entry] >> 1) * step
-            sent[entry] = -magnitude if codes[entry] & 1 else magnitude
-
-
-@compiled
-def get_levels(levels: Bytes, scale: Float, sent: Floats) -> None:
-    for entry in range(sent.size):
-        sent[entry] = np.float32(levels[entry]) * scale
+    """Fill ``out`` with the values of a sender's chunks, whose buffer begins at word ``start``, from ``origin`` on."""
+    number, chunk = tensor_of(table, first), first
+    halves, octets = words.view(np.uint16), words.view(np.int8)
+    while chunk < last:
+        row = table[number]
+        begin, end = chunk_span(row, chunk, last)
+        values = start + row[VALUES]
+        for at in range(begin, end):
+            entry, stop = entries_before(row, at, before), entries_before(row, at + 1, before)
+            sent = out[row[FIRST_ENTRY] + entry - origin : row[FIRST_ENTRY] + stop - origin]
+            scale = 2 * (start + row[SCALES]) + at
+            if code == _FP32:
+                sent[:] = words[values + entry : values + entry + sent.size].view(np.float32)
+            elif code == _BF16:
+                half = halves[2 * values + entry :]
+                for i in range(sent.size):
+                    sent[i] = np.uint32(np.uint32(half[i]) << np.uint32(16)).view(np.float32)
+            elif code == _FP16:
+                half = halves[2 * values + entry :]
+                for i in range(sent.size):
+                    sent[i] = fp16_value(np.int64(half[i]))
+            elif code == _INT8:
+                levels, factor = octets[4 * values + entry :], scale_at(halves, scale)
+                for i in range(sent.size):
+                    sent[i] = np.float32(levels[i]) * factor
+            elif code == _SIGN:
+                get_signs(words, 32 * values + entry, scale_at(halves, scale), sent)
+            else:
+                base, step = scale_at(halves, scale + at), scale_at(halves, scale + at + 1)
+                get_levels(words, 32 * values + _SIGN2_BITS * entry, base, step, sent)
+        chunk, number = row[FIRST_CHUNK] + end, number + 1
 
 
 @compiled
 def get_signs(words: FullWords, position: Int, scale: Float, sent: Floats) -> None:
-    plus = to_bits(scale)
     for begin in range(0, sent.size, 32):
         width = min(32, sent.size - begin)
-        signs = get(words, position + begin, width)
+        signs = np.int64(get_window(words, position + begin, width))
         for entry in range(width):
-            sent[begin + entry] = from_bits(plus | (((signs >> entry) & 1) << 31))
+            sent[begin + entry] = -scale if (signs >> entry) & 1 else scale
+
+
+@compiled
+def get_levels(words: FullWords, position: Int, base: Float, step: Float, sent: Floats) -> None:
+    at_once = 21
+    for begin in range(0, sent.size, at_once):
+        many = min(at_once, sent.size - begin)
+        window = np.int64(get_window(words, position + _SIGN2_BITS * begin, _SIGN2_BITS * many))
+        for entry in range(many):
+            code = (window >> (_SIGN2_BITS * entry)) & 7
+            magnitude = base + np.float32(code >> 1) * step
+            sent[begin + entry] = -magnitude if code & 1 else magnitude
+
+
+@kept
+def check_values(table: Longs, words: FullWords, start: Int, before: Longs, scales: Int, bits: Int, mask: Int) -> Int:
+    """Return 256 * the first tensor with a wrong scale or value, plus the number of that problem, or 0.
+
+    A chunk has so many ``scales``; all bits of ``mask`` are set in an entry that is not finite.
+    """
+    halves, wrong = words.view(np.uint16), np.int32(0)
+    for number in range(table.shape[0]):
+        row = table[number]
+        begin, entries = 2 * (start + row[SCALES]), entries_before(row, row[CHUNKS], before)
+        own = halves[begin : begin + scales * row[CHUNKS]]
+        for place in range(own.size):
+            wrong |= np.int32(own[place] >= _SCALE_INFINITY)
+        if wrong:
+            return 256 * number + _SCALE
+        values = start + row[VALUES]
+        if mask and bits == 32:
+            full, infinite = words[values : values + entries], np.uint32(mask)
+            for entry in range(full.size):
+                wrong |= np.int32((full[entry] & infinite) == infinite)
+        elif mask:
+            half, infinite_half = halves[2 * values : 2 * values + entries], np.uint16(mask)
+            for entry in range(half.size):
+                wrong |= np.int32((half[entry] & infinite_half) == infinite_half)
+        if wrong:
+            return 256 * number + _VALUE
+    return 0
