@@ -30,7 +30,7 @@ def frames_to_gather(body: Callable[[], object]) -> list[str]:
     found: list[list[str]] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_name == "all_gather" and "loopback" in frame.f_code.co_filename:
+        if event == "call" and frame.f_code.co_name == "all_gather" and "/transport/" in frame.f_code.co_filename:
             names, one = [], frame.f_back
             while one is not None:
                 if any(f"/{package}/" in one.f_code.co_filename for package in LIBRARY):

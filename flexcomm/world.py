@@ -17,7 +17,7 @@ from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout
 from flexcomm.bootstrap.mpi_job import place_in_shared_memory, started_communicator
 from flexcomm.bootstrap.rendezvous import check_torch_place
 from flexcomm.device import current_device, native_backend, own_device
-from flexcomm.errors import ConfigMismatchError, TopologyError
+from flexcomm.errors import ConfigMismatchError, TopologyError, TransportUnavailableError
 from flexcomm.stats import StatsHistory
 from flexcomm.topology import (
     RankInfo,
@@ -30,7 +30,7 @@ from flexcomm.topology import (
 )
 from flexcomm.torch_versions import log_untested_version
 from flexcomm.transport import LoopbackTransport
-from flexcomm.transport.base import check_can_clone, describe_transport
+from flexcomm.transport.base import describe_transport
 from flexcomm.version import __version__
 
 if TYPE_CHECKING:
@@ -133,8 +133,14 @@ class World:
             raise TopologyError(
                 "the groups of a part of a world cannot be cloned: call clone_groups() on the whole world."
             )
-        for leg, transport in self._passed.items():
-            check_can_clone(leg, transport)  # All of them first: making a group takes every rank.
+        for leg, transport in self._passed.items():  # Checked first, for making a group takes all ranks.
+            if not hasattr(transport, "clone"):
+                raise TransportUnavailableError(
+                    f"clone_groups() needs a second group of the same ranks, which {describe_transport(transport)}, "
+                    f"passed as {leg}, cannot make. Give it a method clone() that returns another transport on the "
+                    f"same ranks, with the same rank and size, whose collectives are independent of the first one's; "
+                    f"all ranks call it together."
+                )
         intra, inter = self._clone()
         return replace(self, intra=intra, inter=inter, _inter_consistency=ConsistencyCheck(inter), _closers=[])
 

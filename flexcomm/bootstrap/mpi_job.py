@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm.errors import DeadlineExceededError, TransportUnavailableError
+from flexcomm.transport.base import Expired
 from flexcomm.transport.mpi_progress import start_request
-from flexcomm.transport.operation import Expired
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -33,7 +33,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.transport.operation import Expired, Operation
+from flexcomm.transport.base import Expired, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,6 +128,9 @@ class PacedTransport:
         self._link = link
         self._sharers = sharers
 
+    def __str__(self) -> str:
+        return self.name
+
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         handle = self._transport.all_gather(x, out)
         others = (self.size - 1) * x.nbytes
@@ -167,7 +170,7 @@ class PacedTransport:
         """Charge the link for what was started, not before: what is refused costs nothing, and has no size."""
         through_s = self._link.carry(self._sharers * sent_nbytes, self._sharers * received_nbytes)
         request = _PacedRequest(handle, through_s, self._link)
-        return Operation(f"{verb} over {self.name}", request, handle.wait, timeout_s=self.timeout_s, keep=handle)
+        return Operation(verb, self, request, handle.wait, handle)
 
 
 class _PacedRequest:

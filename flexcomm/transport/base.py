@@ -1,18 +1,29 @@
-"""The Protocol of a transport, and of the handles it returns."""
+"""The Protocol of a transport, and the handles its collectives return."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+import time
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
-from flexcomm.errors import InvalidArgumentError, TransportUnavailableError
+from flexcomm.errors import DeadlineExceededError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["Handle", "Transport", "check_can_clone", "check_has_verbs", "describe_transport"]
+__all__ = [
+    "Expired",
+    "Finished",
+    "Handle",
+    "Operation",
+    "Request",
+    "Transport",
+    "check_has_verbs",
+    "describe_transport",
+]
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -68,7 +79,7 @@ class Transport(Protocol):
     def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Handle[tuple[Tensor, ...]]:
         """Element r of the result is rank r's ``x``, flat, of ``counts[r]`` elements, a view into ``out``.
 
-        Everybody knows all ``counts``. ``out`` is ``[sum(counts)]``.
+        All ranks pass the same ``counts``. ``out`` is ``[sum(counts)]``.
         """
         ...
 
@@ -118,11 +129,87 @@ def describe_transport(transport: Transport) -> str:
     return f"{type(transport).__name__}({transport.name!r})"
 
 
-def check_can_clone(leg: str, transport: Transport) -> None:
-    """Raise unless a transport that is not the library's own has a ``clone()``."""
-    if not hasattr(transport, "clone"):
-        raise TransportUnavailableError(
-            f"clone_groups() needs a second group of the same ranks, which {describe_transport(transport)}, passed as "
-            f"{leg}, cannot make. Give it a method clone() that returns another transport on the same ranks, with the "
-            f"same rank and size, whose collectives are independent of the first one's; all ranks call it together."
+class Expired(Exception):  # noqa: N818  (a signal between a request and its operation; users see DeadlineExceededError)
+    """A request did not finish within the time it was given."""
+
+
+class Request(Protocol):
+    """Work that a backend was given, as the backend knows it."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the work is done; raise ``Expired`` after ``timeout_s``, or an error of this library."""
+        ...
+
+    def done(self) -> bool: ...
+
+
+class Finished:
+    """The request of work that was done when it started."""
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+
+class Operation(Generic[T]):
+    """The handle that the library's own transports return.
+
+    Args:
+        verb: the method of ``transport`` that was called, for messages.
+        transport: what is printed in messages, and whose ``timeout_s`` counts.
+        request: the work under way.
+        deliver: returns the result, called once when the work is done.
+        holds: the buffers that the backend reads and writes.
+
+    """
+
+    def __init__(
+        self, verb: str, transport: Transport, request: Request, deliver: Callable[[], T], holds: object = None
+    ) -> None:
+        self._verb = verb
+        self._transport = transport
+        self._request = request
+        self._deliver: Callable[[], T] | None = deliver
+        self._holds = holds
+        self._started_s = time.monotonic()
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        if self._deliver is not None:
+            try:
+                self._request.wait(self._transport.timeout_s)
+            except BaseException as error:
+                hold_until_done(self._request, self._holds)
+                if isinstance(error, Expired):
+                    raise self._deadline_error() from error.__cause__
+                raise
+            self._result = self._deliver()
+            self._deliver = None
+            self._holds = None
+        return cast("T", self._result)  # set above, and `None` is the result of a barrier
+
+    def done(self) -> bool:
+        return self._deliver is None or self._request.done()
+
+    def __del__(self) -> None:
+        if self._deliver is not None and not self._request.done():
+            hold_until_done(self._request, self._holds)
+
+    def _deadline_error(self) -> DeadlineExceededError:
+        since_start_s = time.monotonic() - self._started_s
+        return DeadlineExceededError(
+            f"{self._verb} over {self._transport} did not finish: waited {self._transport.timeout_s:g} s, "
+            f"{since_start_s:.1f} s after it was started. A rank is slow, stopped, or in another call; its own output "
+            f"tells which. If the wait is expected, pass a larger timeout_s to flexcomm.connect."
         )
+
+
+# A backend may write into the buffers of an operation nobody waits for any longer, so they stay alive here until it is
+# done. For one that never gets done that is a leak, in a job about to end, against silent memory corruption.
+_not_waited_for: list[tuple[Request, object]] = []
+
+
+def hold_until_done(request: Request, buffers: object) -> None:
+    _not_waited_for[:] = [(other, held) for other, held in _not_waited_for if not other.done()]
+    _not_waited_for.append((request, buffers))

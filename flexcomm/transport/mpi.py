@@ -7,48 +7,34 @@ for, are summed by an operation of our own.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.device import synchronize_stream
+from flexcomm.device import accelerator, current_device, synchronize_stream
 from flexcomm.errors import InvalidTensorError, TransportError
-from flexcomm.transport.gpu_aware import mpi_is_gpu_aware
-from flexcomm.transport.loopback import copy_to_self
 from flexcomm.transport.mpi_progress import start_request
-from flexcomm.transport.operation import Operation, Request
-from flexcomm.transport.staging import (
-    as_bytes,
-    check_counts,
-    check_peer,
-    check_reducible,
-    deliver_all,
-    gather_output,
-    gatherv_output,
-    readable,
-    readable_apart,
-    scatter_output,
-    staging_buffer,
-    staging_buffer_filled,
-)
+from flexcomm.transport.staging import BufferTransport, as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from mpi4py import MPI
     from mpi4py.typing import Buffer
     from torch import Tensor
 
-__all__ = ["MPITransport"]
+    from flexcomm.transport.base import Request
 
-T = TypeVar("T")
+__all__ = ["MPITransport", "mpi_is_gpu_aware"]
+
 BufferSpec = tuple["MPI.buffer", int, "MPI.Datatype"]
 
 LARGEST_COUNT = 2**31 - 1
 """An MPI before version 4 counts in C ints."""
-
-
 _PAIR = 2
 _ALIGNED = 8
 _SHORTEST_IN_A_RING = 1 << 16
@@ -58,36 +44,31 @@ _MOST_RINGS = 1 << 13
 """Rings that may be under way before one has the tags of another; MPI promises tags up to 2**15 - 1, 0 is taken."""
 
 
-class MPITransport:
+class MPITransport(BufferTransport):
     """The ranks of a communicator that nobody else uses."""
 
     name = "mpi"
 
     def __init__(self, comm: MPI.Comm, timeout_s: float) -> None:
-        self.rank = comm.Get_rank()
-        self.size = comm.Get_size()
-        self.timeout_s = timeout_s
+        super().__init__(comm.Get_rank(), comm.Get_size(), timeout_s)
         self._comm = comm
-        self._closed = False
         self._rings_so_far = 0
 
-    def __str__(self) -> str:
-        return f"mpi on rank {self.rank} of {self.size}"
+    def close(self) -> None:
+        """Free the communicator. All ranks call it; verbs raise from then on."""
+        self._closed = True
+        self._comm.Free()
 
-    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-        out = gather_output(x, out, self.size)
-        place = staging_buffer(out, in_reach=reaches(out))
-        source = readable_apart(x, place, in_reach=reaches(x))
+    def _reaches(self, x: Tensor) -> bool:
+        return x.is_cpu or mpi_is_gpu_aware()
+
+    def _start_all_gather(self, source: Tensor, buffer: Tensor) -> Request:
         if self.size > _PAIR and source.nbytes >= _SHORTEST_IN_A_RING:
-            work = self._start_chains(self._rings(source, place.buffer), x, out)
-        else:
-            work = self._start(
-                lambda: self._comm.Iallgather(moved(source), moved(place.buffer, parts=self.size)), x, out
-            )
-        return self._operation("all_gather", work, place.deliver, keep=(source, place))
+            return self._start_chains(self._rings(source, buffer), source, buffer)
+        return self._start(lambda: self._comm.Iallgather(moved(source), moved(buffer, parts=self.size)), source, buffer)
 
     def _rings(self, source: Tensor, buffer: Tensor) -> list[Iterator[list[MPI.Request]]]:
-        """Two rings, one for each half of what is gathered: while one goes on to its next turn, the other sends."""
+        """Return two rings, one for each half of what is gathered: while one waits for a message, the other sends."""
         rows = as_bytes(buffer).view(self.size, -1)
         rows[self.rank] = as_bytes(source)
         middle = rows.shape[1] // (2 * _ALIGNED) * _ALIGNED
@@ -96,110 +77,66 @@ class MPITransport:
         return [self._ring(rows[:, :middle], tag), self._ring(rows[:, middle:], tag + 1)]
 
     def _ring(self, rows: Tensor, tag: int) -> Iterator[list[MPI.Request]]:
-        """Send on to the right what came from the left, until everything has been everywhere."""
+        """Send on to the right what came from the left, until all ranks have all rows."""
         left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        for turn in range(self.size - 1):
-            sent, received = rows[(self.rank - turn) % self.size], rows[(self.rank - turn - 1) % self.size]
-            yield [
-                self._comm.Irecv(moved(received), left, tag),
-                self._comm.Isend(moved(sent), right, tag),
-            ]
+        for number in range(self.size - 1):
+            sent, received = rows[(self.rank - number) % self.size], rows[(self.rank - number - 1) % self.size]
+            yield [self._comm.Irecv(moved(received), left, tag), self._comm.Isend(moved(sent), right, tag)]
 
-    def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
-        check_counts(x, counts, self.rank, self.size)
-        out = gatherv_output(x, counts, out)
-        place = staging_buffer(out, in_reach=reaches(out))
-        source = readable_apart(x, place, in_reach=reaches(x))
-        work = self._start(
-            lambda: self._comm.Iallgatherv(moved_part(source), moved_parts(place.buffer, counts)), x, out
-        )
-        return self._operation(
-            "all_gatherv", work, lambda: torch.split(place.deliver(), list(counts)), keep=(source, place)
+    def _start_all_gatherv(self, source: Tensor, buffer: Tensor, counts: Sequence[int]) -> Request:
+        return self._start(
+            lambda: self._comm.Iallgatherv(moved_part(source), moved_parts(buffer, counts)), source, buffer
         )
 
-    def all_reduce(self, x: Tensor) -> Operation[Tensor]:
+    def _start_all_reduce(self, buffer: Tensor) -> Request:
         from mpi4py import MPI
 
-        check_reducible(x)
-        place = staging_buffer_filled(x, in_reach=reaches(x))
-        work = self._start(
-            lambda: self._comm.Iallreduce(MPI.IN_PLACE, summed(place.buffer), sum_of(place.buffer.dtype)), x
-        )
-        return self._operation("all_reduce", work, place.deliver, keep=place)
+        return self._start(lambda: self._comm.Iallreduce(MPI.IN_PLACE, summed(buffer), sum_of(buffer.dtype)), buffer)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-        check_reducible(x)
-        out = scatter_output(x, out, self.size)
-        place = staging_buffer(out, in_reach=reaches(out))
-        source = readable_apart(x, place, in_reach=reaches(x))
-        work = self._start(
+    def _start_reduce_scatter(self, source: Tensor, buffer: Tensor) -> Request:
+        return self._start(
             lambda: self._comm.Ireduce_scatter_block(
-                summed(source, parts=self.size), summed(place.buffer), sum_of(source.dtype)
+                summed(source, parts=self.size), summed(buffer), sum_of(source.dtype)
             ),
-            x,
-            out,
+            source,
+            buffer,
         )
-        return self._operation("reduce_scatter", work, place.deliver, keep=(source, place))
 
-    def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
-        check_peer(root, self.size)
-        place = staging_buffer_filled(x, in_reach=reaches(x))
-        work = self._start(lambda: self._comm.Ibcast(moved(place.buffer), root), x)
-        return self._operation("broadcast", work, place.deliver, keep=place)
+    def _start_broadcast(self, buffer: Tensor, root: int) -> Request:
+        return self._start(lambda: self._comm.Ibcast(moved(buffer), root), buffer)
 
-    def send_recv(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> Operation[tuple[Tensor, ...]]:
-        received = copy_to_self(sends, receives, self.rank, self.size)
-        sources = [(peer, readable(x, in_reach=reaches(x))) for peer, x in sends if peer != self.rank]
-        places = [(peer, staging_buffer(x, in_reach=reaches(x))) for peer, x in receives if peer != self.rank]
-        work = self._start(
+    def _start_send_recv(self, sources: Sequence[tuple[int, Tensor]], buffers: Sequence[tuple[int, Tensor]]) -> Request:
+        return self._start(
             lambda: [
-                *(self._comm.Irecv(moved(place.buffer), peer) for peer, place in places),
+                *(self._comm.Irecv(moved(buffer), peer) for peer, buffer in buffers),
                 *(self._comm.Isend(moved(source), peer) for peer, source in sources),
             ],
-            *(x for _, x in (*sends, *receives)),
+            *(x for _, x in (*sources, *buffers)),
         )
-        return self._operation("send_recv", work, lambda: deliver_all(places, received), keep=(sources, places))
 
-    def barrier(self) -> Operation[None]:
-        return self._operation("barrier", self._start(self._comm.Ibarrier), lambda: None)
+    def _start_barrier(self) -> Request:
+        return self._start(self._comm.Ibarrier)
 
-    def close(self) -> None:
-        """Give the communicator back. All ranks call it; verbs raise from then on."""
-        self._closed = True
-        self._comm.Free()
+    def _start(self, start: Callable[[], MPI.Request | list[MPI.Request]], *buffers: Tensor) -> Request:
+        return self._start_chains([once(start)], *buffers)
 
-    def _start(self, start: Callable[[], MPI.Request | list[MPI.Request]], *used: Tensor) -> Request:
-        return self._start_chains([once(start)], *used)
-
-    def _start_chains(self, chains: Sequence[Iterator[list[MPI.Request]]], *used: Tensor) -> Request:
+    def _start_chains(self, chains: Sequence[Iterator[list[MPI.Request]]], *buffers: Tensor) -> Request:
         """Start work on complete buffers: MPI knows no streams, and would read what a copy has yet to write."""
         from mpi4py import MPI
 
-        if self._closed:
-            raise TransportError(f"{self}: this world is closed. Connect again, or close it later.")
-        for device in {x.device for x in used}:
+        self._check_open()
+        for device in {buffer.device for buffer in buffers}:
             synchronize_stream(device)
         try:
             return start_request(chains, str(self))
         except MPI.Exception as error:
             raise TransportError(f"{self} failed: {error.Get_error_string()}") from error
 
-    def _operation(self, verb: str, request: Request, deliver: Callable[[], T], keep: object = None) -> Operation[T]:
-        what = f"{verb} over {self}"
-        return Operation(what, request, deliver, timeout_s=self.timeout_s, keep=keep)
-
 
 def once(start: Callable[[], MPI.Request | list[MPI.Request]]) -> Iterator[list[MPI.Request]]:
-    """A chain of one link."""
+    """Yield what ``start`` starts, and nothing after it."""
     started = start()
     yield started if isinstance(started, list) else [started]
-
-
-def reaches(x: Tensor) -> bool:
-    """Whether MPI may be handed the memory of ``x`` itself."""
-    return x.is_cpu or mpi_is_gpu_aware()
 
 
 def moved(flat: Tensor, parts: int = 1) -> BufferSpec:
@@ -288,3 +225,53 @@ def sum_of(dtype: torch.dtype) -> MPI.Op:
         torch.frombuffer(total, dtype=dtype).add_(torch.frombuffer(incoming, dtype=dtype))
 
     return MPI.Op.Create(add, commute=True)
+
+
+PROBE = """
+import sys, torch
+from mpi4py import MPI
+sent = torch.arange(1024, dtype=torch.int32, device=sys.argv[1])
+received = torch.zeros_like(sent)
+torch.accelerator.synchronize()
+buffer = lambda x: [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.INT32_T]
+MPI.COMM_SELF.Allreduce(buffer(sent), buffer(received), MPI.SUM)
+MPI.COMM_SELF.Sendrecv(buffer(sent), 0, recvbuf=buffer(received), source=0)
+raise SystemExit(0 if torch.equal(sent, received) else 1)
+"""
+PROBE_TIMEOUT_S = 60.0
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYD", "MPI_LOCAL", "SLURM_")
+CHOICE_PREFIXES = ("OMPI_ALLOW_", "PRTE_ALLOW_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_opal_cuda")
+"""What people set to choose how Open MPI moves data; the rest of ``OMPI_MCA_*`` is the launcher's own state."""
+
+
+@cache
+def mpi_is_gpu_aware() -> bool:
+    """Return whether the MPI at hand may be given device pointers; asked once per process.
+
+    Asking is dangerous: an MPI that is not GPU-aware (Open MPI says CUDA-aware) reads the pointer as host memory and
+    crashes, and some builds answer their own query wrongly. So a child process tries it, and may crash instead of the
+    job.
+    """
+    kind = accelerator()
+    if kind is None:
+        return False
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", PROBE, str(current_device(kind.name))],
+            env=environment_without_launcher(os.environ),
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return probe.returncode == 0
+
+
+def environment_without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the launcher's variables: the child is a job of one, not this job's rank again."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(CHOICE_PREFIXES) or not name.startswith(LAUNCHER_PREFIXES)
+    }

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from flexcomm.errors import TransportError
-from flexcomm.transport.operation import Expired
+from flexcomm.transport.base import Expired
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -1,39 +1,28 @@
-"""Tensors as transports see them: flat, contiguous, in memory they can reach; and checks of what a verb was given."""
+"""The verbs of a transport on tensors of any layout, over a backend that takes flat, contiguous buffers.
+
+Here arguments are checked, and each tensor gets a buffer: its own memory where that is contiguous and in the backend's
+reach, else a copy, on the host where need be.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from flexcomm.device import is_supported, may_pin_for, supported_names, synchronize_stream
-from flexcomm.errors import InvalidTensorError
+from flexcomm.errors import InvalidTensorError, TransportError
+from flexcomm.transport.base import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-__all__ = [
-    "StagingBuffer",
-    "as_bytes",
-    "check_counts",
-    "check_peer",
-    "check_plain",
-    "check_reducible",
-    "check_writable",
-    "deliver_all",
-    "gather_output",
-    "gatherv_output",
-    "readable",
-    "readable_apart",
-    "scatter_output",
-    "staging_buffer",
-    "staging_buffer_filled",
-]
+    from flexcomm.transport.base import Request
 
-T = TypeVar("T")
+__all__ = ["REDUCIBLE", "BufferTransport", "as_bytes"]
 
 REDUCIBLE = (
     torch.float64,
@@ -47,66 +36,166 @@ REDUCIBLE = (
 )
 
 
-def readable(x: Tensor, *, in_reach: bool) -> Tensor:
-    """``x`` flat and contiguous; on the host, complete, where the transport cannot reach ``x`` itself."""
-    check_plain(x)
-    # A conjugate or negative view holds other bytes than its numbers say.
-    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
-    if in_reach:
-        return flat.contiguous()
-    staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=may_pin_for(x)).copy_(flat, non_blocking=True)
-    synchronize_stream(x.device)
-    return staged
+class BufferTransport(ABC):
+    """A base for transports: a backend says which memory it reaches, and starts work on flat buffers.
+
+    Its methods ``_start_...`` are called after all checks. An input buffer never overlaps an output; messages to this
+    rank itself are copied here.
+    """
+
+    name: str
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._closed = False
+
+    def __str__(self) -> str:
+        return f"{self.name} on rank {self.rank} of {self.size}"
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        out = checked_output("all_gather", x, (self.size, *x.shape), out)
+        place = self._place_for(out)
+        source = self._source_apart(x, place)
+        request = self._start_all_gather(source, place.buffer)
+        return Operation("all_gather", self, request, place.deliver, (source, place))
+
+    def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
+        check_counts(x, counts, self.rank, self.size)
+        out = checked_output("all_gatherv", x, (sum(counts),), out)
+        place = self._place_for(out)
+        source = self._source_apart(x, place)
+        request = self._start_all_gatherv(source, place.buffer, counts)
+        return Operation(
+            "all_gatherv", self, request, lambda: torch.split(place.deliver(), list(counts)), (source, place)
+        )
+
+    def all_reduce(self, x: Tensor) -> Operation[Tensor]:
+        check_reducible(x)
+        place = self._place_filled(x)
+        return Operation("all_reduce", self, self._start_all_reduce(place.buffer), place.deliver, place)
+
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        check_reducible(x)
+        if x.dim() == 0 or x.shape[0] != self.size:
+            raise InvalidTensorError(
+                f"reduce_scatter got a tensor of shape {list(x.shape)}; its first dim must be the {self.size} ranks of "
+                f"the group. Pass x.view({self.size}, -1), padded if need be."
+            )
+        out = checked_output("reduce_scatter", x, tuple(x.shape[1:]), out)
+        place = self._place_for(out)
+        source = self._source_apart(x, place)
+        request = self._start_reduce_scatter(source, place.buffer)
+        return Operation("reduce_scatter", self, request, place.deliver, (source, place))
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
+        check_peer(root, self.size)
+        place = self._place_filled(x)
+        return Operation("broadcast", self, self._start_broadcast(place.buffer, root), place.deliver, place)
+
+    def send_recv(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Operation[tuple[Tensor, ...]]:
+        check_messages(sends, receives, self.rank, self.size)
+        own_receives = [x for peer, x in receives if peer == self.rank]
+        for received, sent in zip(own_receives, (x for peer, x in sends if peer == self.rank), strict=True):
+            received.detach().copy_(sent.detach().reshape(received.shape))
+        sources = [(peer, self._source(x)) for peer, x in sends if peer != self.rank]
+        places = [(peer, self._place_for(x)) for peer, x in receives if peer != self.rank]
+        request = self._start_send_recv(sources, [(peer, place.buffer) for peer, place in places])
+
+        def deliver() -> tuple[Tensor, ...]:
+            for _, place in places:
+                place.deliver()
+            return tuple(x for _, x in receives)
+
+        return Operation("send_recv", self, request, deliver, (sources, places))
+
+    def barrier(self) -> Operation[None]:
+        return Operation("barrier", self, self._start_barrier(), lambda: None)
+
+    @abstractmethod
+    def _reaches(self, x: Tensor) -> bool:
+        """Return whether the backend may be handed the memory of ``x`` itself."""
+
+    @abstractmethod
+    def _start_all_gather(self, source: Tensor, buffer: Tensor) -> Request: ...
+
+    @abstractmethod
+    def _start_all_gatherv(self, source: Tensor, buffer: Tensor, counts: Sequence[int]) -> Request: ...
+
+    @abstractmethod
+    def _start_all_reduce(self, buffer: Tensor) -> Request: ...
+
+    @abstractmethod
+    def _start_reduce_scatter(self, source: Tensor, buffer: Tensor) -> Request: ...
+
+    @abstractmethod
+    def _start_broadcast(self, buffer: Tensor, root: int) -> Request: ...
+
+    @abstractmethod
+    def _start_send_recv(
+        self, sources: Sequence[tuple[int, Tensor]], buffers: Sequence[tuple[int, Tensor]]
+    ) -> Request: ...
+
+    @abstractmethod
+    def _start_barrier(self) -> Request: ...
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"{self}: this world is closed. Connect again, or close it later.")
+
+    def _source(self, x: Tensor) -> Tensor:
+        """Return ``x`` flat and contiguous; on the host, complete, where the backend does not reach ``x`` itself."""
+        check_plain(x)
+        # A conjugate or negative view holds other bytes than its numbers say.
+        flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
+        if self._reaches(x):
+            return flat.contiguous()
+        staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=may_pin_for(x)).copy_(flat, non_blocking=True)
+        synchronize_stream(x.device)
+        return staged
+
+    def _source_apart(self, x: Tensor, place: StagingBuffer) -> Tensor:
+        """Do as ``_source``, in other memory than ``place``: backends differ on inputs that are part of the output."""
+        source = self._source(x)
+        start, end = source.data_ptr(), source.data_ptr() + source.nbytes
+        other_start, other_end = place.buffer.data_ptr(), place.buffer.data_ptr() + place.buffer.nbytes
+        overlaps = source.device == place.buffer.device and start < other_end and other_start < end
+        return source.clone() if overlaps else source
+
+    def _place_for(self, target: Tensor) -> StagingBuffer:
+        """Return a flat contiguous buffer for ``target``: its own memory where that is possible."""
+        check_writable(target)
+        in_reach = self._reaches(target)
+        if in_reach and target.is_contiguous():
+            return StagingBuffer(target.detach().view(-1), target)
+        device = target.device if in_reach else torch.device("cpu")
+        pinned = not in_reach and may_pin_for(target)
+        return StagingBuffer(torch.empty(target.numel(), dtype=target.dtype, device=device, pin_memory=pinned), target)
+
+    def _place_filled(self, target: Tensor) -> StagingBuffer:
+        """Return a buffer that holds what ``target`` holds, for verbs that work in place."""
+        check_writable(target)
+        return StagingBuffer(self._source(target), target)
 
 
-@dataclass(frozen=True)
-class StagingBuffer:
-    """The memory a transport writes, and the tensor that shall hold it."""
+class StagingBuffer(NamedTuple):
+    """The memory a backend writes, and the tensor that shall hold it."""
 
     buffer: Tensor
     target: Tensor
 
     def deliver(self) -> Tensor:
-        """The target, holding what arrived."""
+        """Return the target, holding what arrived."""
         if self.buffer.data_ptr() != self.target.data_ptr():
             self.target.detach().copy_(self.buffer.view(self.target.shape), non_blocking=True)
         return self.target
 
 
-def staging_buffer(target: Tensor, *, in_reach: bool) -> StagingBuffer:
-    """A flat contiguous buffer for ``target``: its own memory where that is possible."""
-    check_writable(target)
-    if in_reach and target.is_contiguous():
-        return StagingBuffer(target.detach().view(-1), target)
-    device = target.device if in_reach else torch.device("cpu")
-    pinned = not in_reach and may_pin_for(target)
-    return StagingBuffer(torch.empty(target.numel(), dtype=target.dtype, device=device, pin_memory=pinned), target)
-
-
-def staging_buffer_filled(target: Tensor, *, in_reach: bool) -> StagingBuffer:
-    """As :func:`staging_buffer`, the buffer holding what ``target`` holds: for verbs that work in place."""
-    check_writable(target)
-    return StagingBuffer(readable(target, in_reach=in_reach), target)
-
-
-def deliver_all(places: Sequence[tuple[int, StagingBuffer]], result: T) -> T:
-    """The ``result`` of an exchange, all of it in place."""
-    for _, place in places:
-        place.deliver()
-    return result
-
-
-def readable_apart(x: Tensor, place: StagingBuffer, *, in_reach: bool) -> Tensor:
-    """As :func:`readable`, in other memory than ``place``: backends differ on inputs that are part of the output."""
-    source = readable(x, in_reach=in_reach)
-    start, end = source.data_ptr(), source.data_ptr() + source.nbytes
-    other_start, other_end = place.buffer.data_ptr(), place.buffer.data_ptr() + place.buffer.nbytes
-    overlaps = source.device == place.buffer.device and start < other_end and other_start < end
-    return source.clone() if overlaps else source
-
-
 def as_bytes(flat: Tensor) -> Tensor:
-    """The same memory as uint8. Moving bytes is the one thing every backend does for every dtype."""
+    """Return the same memory as uint8. Moving bytes is the one thing every backend does for every dtype."""
     # A contiguous tensor of no or one element may have any stride, which `view` minds.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
@@ -161,24 +250,25 @@ def check_counts(x: Tensor, counts: Sequence[int], rank: int, size: int) -> None
         )
 
 
-def gather_output(x: Tensor, out: Tensor | None, size: int) -> Tensor:
-    return checked_output("all_gather", x, (size, *x.shape), out)
-
-
-def gatherv_output(x: Tensor, counts: Sequence[int], out: Tensor | None) -> Tensor:
-    return checked_output("all_gatherv", x, (sum(counts),), out)
-
-
-def scatter_output(x: Tensor, out: Tensor | None, size: int) -> Tensor:
-    if x.dim() == 0 or x.shape[0] != size:
+def check_messages(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], rank: int, size: int
+) -> None:
+    for peer, x in sends:
+        check_peer(peer, size)
+        check_plain(x)
+    for peer, x in receives:
+        check_peer(peer, size)
+        check_writable(x)
+    own_sends, own_receives = ([x for peer, x in some if peer == rank] for some in (sends, receives))
+    if [(x.dtype, x.numel()) for x in own_sends] != [(x.dtype, x.numel()) for x in own_receives]:
         raise InvalidTensorError(
-            f"reduce_scatter got a tensor of shape {list(x.shape)}; its first dim must be the {size} ranks of the "
-            f"group. Pass x.view({size}, -1), padded if need be."
+            f"rank {rank} sends itself {[list(x.shape) for x in own_sends]} and receives "
+            f"{[list(x.shape) for x in own_receives]}: messages to oneself must match in number, dtype and size."
         )
-    return checked_output("reduce_scatter", x, tuple(x.shape[1:]), out)
 
 
 def checked_output(verb: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
+    """Return ``out``, or a new tensor; raise unless ``out`` has this shape, and the dtype and device of ``x``."""
     if out is None:
         return torch.empty(shape, dtype=x.dtype, device=x.device)
     if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:

@@ -10,133 +10,43 @@ from __future__ import annotations
 import re
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from flexcomm.device import HOST, find_native
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError, PeerLostError, TransportError
-from flexcomm.transport.loopback import copy_to_self
-from flexcomm.transport.operation import Expired, Finished, Operation, Request
-from flexcomm.transport.staging import (
-    as_bytes,
-    check_counts,
-    check_peer,
-    check_reducible,
-    deliver_all,
-    gather_output,
-    gatherv_output,
-    readable,
-    readable_apart,
-    scatter_output,
-    staging_buffer,
-    staging_buffer_filled,
-)
+from flexcomm.transport.base import Expired, Finished
+from flexcomm.transport.staging import BufferTransport, as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["TorchTransport"]
+    from flexcomm.transport.base import Request
 
-T = TypeVar("T")
+__all__ = ["TorchTransport"]
 
 _PAIR = 2
 """Between two ranks gloo's gather sends one way at a time, and uses 61 % of a link of 100 Mbit/s. Messages: 92 %."""
 
 
-class TorchTransport:
+class TorchTransport(BufferTransport):
     """The ranks of a ``ProcessGroup``; ``backend`` is gloo for host memory, nccl for device memory."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, timeout_s: float) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
         self.name = backend
         self._device_type = (find_native(backend) or HOST).name
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.timeout_s = timeout_s
         self._group = group
-        self._closed = False
-
-    def __str__(self) -> str:
-        return f"{self.name} on rank {self.rank} of {self.size}"
-
-    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-        out = gather_output(x, out, self.size)
-        place = staging_buffer(out, in_reach=self._reaches(out))
-        source = readable_apart(x, place, in_reach=self._reaches(x))
-        if self.name == "gloo" and self.size == _PAIR:
-            return self._send_recv("all_gather", [(peer, source) for peer in range(_PAIR)], list(enumerate(out)), out)
-        work = self._start(
-            lambda: dist.all_gather_single(as_bytes(place.buffer), as_bytes(source), self._group, async_op=True)
-        )
-        return self._operation("all_gather", work, place.deliver, keep=(source, place))
-
-    def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
-        check_counts(x, counts, self.rank, self.size)
-        out = gatherv_output(x, counts, out)
-        parts = torch.split(out, list(counts))
-        return self._send_recv("all_gatherv", [(peer, x) for peer in range(self.size)], list(enumerate(parts)), parts)
-
-    def all_reduce(self, x: Tensor) -> Operation[Tensor]:
-        check_reducible(x)
-        place = staging_buffer_filled(x, in_reach=self._reaches(x))
-        work = self._start(lambda: dist.all_reduce(place.buffer, group=self._group, async_op=True))
-        return self._operation("all_reduce", work, place.deliver, keep=place)
-
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-        check_reducible(x)
-        out = scatter_output(x, out, self.size)
-        place = staging_buffer(out, in_reach=self._reaches(out))
-        source = readable_apart(x, place, in_reach=self._reaches(x))
-        work = self._start(lambda: dist.reduce_scatter_single(place.buffer, source, group=self._group, async_op=True))
-        return self._operation("reduce_scatter", work, place.deliver, keep=(source, place))
-
-    def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
-        check_peer(root, self.size)
-        place = staging_buffer_filled(x, in_reach=self._reaches(x))
-        work = self._start(
-            lambda: dist.broadcast(as_bytes(place.buffer), group=self._group, group_src=root, async_op=True)
-        )
-        return self._operation("broadcast", work, place.deliver, keep=place)
-
-    def send_recv(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> Operation[tuple[Tensor, ...]]:
-        return self._send_recv("send_recv", sends, receives, tuple(x for _, x in receives))
-
-    def _send_recv(
-        self, verb: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], result: T
-    ) -> Operation[T]:
-        """Exchange messages; hand over the result, which is what they are received into."""
-        copy_to_self(sends, receives, self.rank, self.size)
-        sources = [(peer, readable(x, in_reach=self._reaches(x))) for peer, x in sends if self._crosses(peer, x)]
-        places = [
-            (peer, staging_buffer(x, in_reach=self._reaches(x))) for peer, x in receives if self._crosses(peer, x)
-        ]
-        messages = [
-            *(
-                dist.P2POp(dist.irecv, as_bytes(place.buffer), group=self._group, group_peer=peer)
-                for peer, place in places
-            ),
-            *(dist.P2POp(dist.isend, as_bytes(source), group=self._group, group_peer=peer) for peer, source in sources),
-        ]
-        work = self._start(lambda: dist.batch_isend_irecv(messages)) if messages else Finished()
-        return self._operation(verb, work, lambda: deliver_all(places, result), keep=(sources, places))
-
-    def barrier(self) -> Operation[None]:
-        work = self._start(lambda: dist.barrier(self._group, async_op=True))
-        return self._operation("barrier", work, lambda: None)
 
     def close(self) -> None:
-        """Give the group back, unless torch has been closed with all its groups. Verbs raise from then on."""
+        """Destroy the group, unless torch has destroyed all its groups. Verbs raise from then on."""
         self._closed = True
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
-
-    def _crosses(self, peer: int, x: Tensor) -> bool:
-        return peer != self.rank and x.numel() > 0
 
     def _reaches(self, x: Tensor) -> bool:
         is_native = x.device.type == self._device_type
@@ -147,10 +57,43 @@ class TorchTransport:
             )
         return is_native
 
+    def _start_all_gather(self, source: Tensor, buffer: Tensor) -> Request:
+        if self.name == "gloo" and self.size == _PAIR:
+            return self._start_all_gatherv(source, buffer, [source.numel()] * _PAIR)
+        return self._start(
+            lambda: dist.all_gather_single(as_bytes(buffer), as_bytes(source), self._group, async_op=True)
+        )
+
+    def _start_all_gatherv(self, source: Tensor, buffer: Tensor, counts: Sequence[int]) -> Request:
+        parts = list(enumerate(torch.split(buffer, list(counts))))
+        _, own = parts.pop(self.rank)
+        own.copy_(source)
+        return self._start_send_recv([(peer, source) for peer, _ in parts], parts)
+
+    def _start_all_reduce(self, buffer: Tensor) -> Request:
+        return self._start(lambda: dist.all_reduce(buffer, group=self._group, async_op=True))
+
+    def _start_reduce_scatter(self, source: Tensor, buffer: Tensor) -> Request:
+        return self._start(lambda: dist.reduce_scatter_single(buffer, source, group=self._group, async_op=True))
+
+    def _start_broadcast(self, buffer: Tensor, root: int) -> Request:
+        return self._start(lambda: dist.broadcast(as_bytes(buffer), group=self._group, group_src=root, async_op=True))
+
+    def _start_send_recv(self, sources: Sequence[tuple[int, Tensor]], buffers: Sequence[tuple[int, Tensor]]) -> Request:
+        messages = [
+            dist.P2POp(verb, as_bytes(x), group=self._group, group_peer=peer)
+            for verb, some in ((dist.irecv, buffers), (dist.isend, sources))
+            for peer, x in some
+            if x.numel() > 0
+        ]
+        return self._start(lambda: dist.batch_isend_irecv(messages)) if messages else Finished()
+
+    def _start_barrier(self) -> Request:
+        return self._start(lambda: dist.barrier(self._group, async_op=True))
+
     def _start(self, start: Callable[[], dist.Work | list[dist.Work] | None]) -> Request:
         """Start work and translate what the backend raises; a group whose peer is known dead refuses here already."""
-        if self._closed:
-            raise TransportError(f"{self}: this world is closed. Connect again, or close it later.")
+        self._check_open()
         try:
             work = start()
         except RuntimeError as error:
@@ -161,10 +104,6 @@ class TorchTransport:
         if work is None:
             return Finished()
         return TorchRequest(work if isinstance(work, list) else [work], self)
-
-    def _operation(self, verb: str, request: Request, deliver: Callable[[], T], keep: object = None) -> Operation[T]:
-        what = f"{verb} over {self}"
-        return Operation(what, request, deliver, timeout_s=self.timeout_s, keep=keep)
 
 
 class TorchRequest:
@@ -190,8 +129,8 @@ class TorchRequest:
 
 
 def translated(error: RuntimeError, transport: TorchTransport) -> Exception:
-    """The error of this library that says what torch's says. torch has one exception type, so its words must do."""
-    words = gist(str(error))
+    """Return the error of this library for one of torch, which has one type of exception: only its text differs."""
+    words = first_line(str(error))
     if "timed out" in words.lower() or "timeout" in words.lower():
         return Expired(words)
     if any(sign in words.lower() for sign in ("connection", "broken pipe", "peer")):
@@ -199,7 +138,7 @@ def translated(error: RuntimeError, transport: TorchTransport) -> Exception:
     return TransportError(f"{transport} failed: {words}")
 
 
-def gist(text: str) -> str:
-    """The first line of a backend's words, without the source file it came from and its general advice."""
+def first_line(text: str) -> str:
+    """Return the first line of a backend's message, without the source file it came from and its general advice."""
     first = next(iter(text.strip().splitlines()), "no reason given")
     return re.sub(r"^\[\S+\] ", "", first).split(". This is typically")[0]

@@ -131,7 +131,7 @@ def test_one_table_knows_the_kinds_of_devices() -> None:
     allowed = {
         "flexcomm/device.py",
         # The name of a variable by which people choose how Open MPI moves device memory.
-        "flexcomm/transport/gpu_aware.py",
+        "flexcomm/transport/mpi.py",
     }
     mine = {name for name in naming if name.startswith("flexcomm/") and not name.startswith("flexcomm/kernels/gpu/")}
     assert mine == allowed

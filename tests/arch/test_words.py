@@ -81,7 +81,6 @@ ALLOWED = {
     "_turn": "a rotation of the transform",
     "_warn_not_kept": "kernels that are not kept in the cache",
     "a_nan_is_everybodys_affair": "a law, in its own words",
-    "alone": "an environment without a launcher's variables",
     "contributors_alone_can_be_averaged": "a law, in its own words",
     "is_kept_by": "a bound that is kept",
     "is_under_way": "not finished",
