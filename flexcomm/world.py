@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from flexcomm.bootstrap.abort import abort_job_on_exception
 from flexcomm.bootstrap.consistency import ConsistencyCheck
-from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport, join_mpi_job
-from flexcomm.bootstrap.mpi_job import place_in_shared_memory, started_communicator
-from flexcomm.bootstrap.rendezvous import check_torch_place
+from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport
+from flexcomm.bootstrap.mpi_job import abort_job_if_mpi_is_started, join_mpi_job, place_in_shared_memory
 from flexcomm.device import current_device, native_backend, own_device
 from flexcomm.errors import ConfigMismatchError, TopologyError, TransportUnavailableError
 from flexcomm.stats import StatsHistory
@@ -57,7 +55,7 @@ class World:
 
     ``intra`` joins the ranks of this node, ``inter`` those that hold this local rank on every node.
 
-    ``control`` joins all ranks through host memory, for the few small things everybody must know. A ``with`` block
+    ``control`` joins all ranks through host memory, for settings and outcomes. A ``with`` block
     closes the world at its end; after an exception it leaves that to the end of the process, because closing takes all
     ranks and the others may be waiting elsewhere.
     """
@@ -68,12 +66,14 @@ class World:
     control: Transport
     device: torch.device
     _consistency: ConsistencyCheck
-    _inter_consistency: ConsistencyCheck
     _closers: list[Callable[[], None]] = field(default_factory=list)
     _history: StatsHistory = field(default_factory=StatsHistory)
     _clone: Callable[[], tuple[Transport, Transport]] | None = None
     _passed: Mapping[str, Transport] = field(default_factory=dict)
     """Transports that the user passed, by leg; only those with a ``clone()`` can be cloned."""
+
+    def __post_init__(self) -> None:
+        self._inter_consistency = ConsistencyCheck(self.inter)
 
     def __repr__(self) -> str:
         intra, inter = describe_transport(self.intra), describe_transport(self.inter)
@@ -96,7 +96,7 @@ class World:
         return self._history.total.as_dict()
 
     def recent_syncs(self) -> list[dict[str, float]]:
-        """Return the same of the last 256 of them, one by one."""
+        """Return the statistics of the last 256 synchronisations, one by one."""
         return list(self._history.recent)
 
     def add_stats(self, record: SyncRecord, **remarks: int) -> None:
@@ -106,13 +106,11 @@ class World:
     def node_only(self) -> World:
         """Return this rank's node as a world of its own, with the same statistics; it ends with this one.
 
-        Ranks of all nodes ask it for the same: what is new is still compared among everybody.
+        All nodes use theirs alike: settings that are new are still compared among all ranks.
         """
         inter = LoopbackTransport(self.inter.timeout_s)
         topology = replace(self.topology, members=(self.topology.members[self.topology.node],))
-        return replace(
-            self, topology=topology, inter=inter, _inter_consistency=ConsistencyCheck(inter), _closers=[], _clone=None
-        )
+        return replace(self, topology=topology, inter=inter, _closers=[], _clone=None)
 
     @property
     def can_clone_groups(self) -> bool:
@@ -142,7 +140,7 @@ class World:
                     f"all ranks call it together."
                 )
         intra, inter = self._clone()
-        return replace(self, intra=intra, inter=inter, _inter_consistency=ConsistencyCheck(inter), _closers=[])
+        return replace(self, intra=intra, inter=inter, _closers=[])
 
     def with_transports(
         self, *, inter: Callable[[Transport], Transport], control: Callable[[Transport], Transport]
@@ -160,7 +158,6 @@ class World:
             inter=new_inter,
             control=new_control,
             _consistency=ConsistencyCheck(new_control),
-            _inter_consistency=ConsistencyCheck(new_inter),
             _clone=None if self._clone is None else cloning(self._clone, inter),
         )
 
@@ -169,7 +166,7 @@ class World:
         self._closers.append(closer)
 
     def close(self) -> None:
-        """Give back the groups and communicators this world made. All ranks call it; calling again does nothing."""
+        """Destroy the groups and communicators this world made. All ranks call it; calling again does nothing."""
         close_all(self._closers)
 
     def __enter__(self) -> Self:
@@ -231,7 +228,7 @@ def connect(
         world = flexcomm.connect(inter=MyTransport(...), ranks_per_node=2)
 
     """
-    abort_on_exception_if_mpi_is_up()
+    abort_job_if_mpi_is_started()  # First: a rank that fails alone would wait for the others in MPI_Finalize.
     check_transport("intra", intra)
     check_transport("inter", inter)
     check_timeout(timeout_s)
@@ -284,19 +281,17 @@ def assemble(
     check_passed_transports(topology, intra, inter, control)
     # `ranks_per_node` may split a host into several nodes, whose local ranks must not meet on one device.
     device = own_device(topology.local_rank if rank_info.local_rank is None else rank_info.local_rank)
-    inter_transport = factory.use_or_make(inter, topology.inter_groups)
     world = World(
         topology,
-        factory.use_or_make(intra, topology.members),
-        inter_transport,
+        factory.make(intra, topology.members),
+        factory.make(inter, topology.inter_groups),
         control,
         device,
         consistency,
-        ConsistencyCheck(inter_transport),
         factory.closers,
         _clone=lambda: (
-            factory.clone_or_make(intra, topology.members),
-            factory.clone_or_make(inter, topology.inter_groups),
+            factory.clone(intra, topology.members),
+            factory.clone(inter, topology.inter_groups),
         ),
         _passed={leg: one for leg, one in (("intra", intra), ("inter", inter)) if not isinstance(one, str)},
     )
@@ -346,7 +341,7 @@ def connect_mesh(
         world = flexcomm.connect_mesh(mesh, inter="replicate", intra="shard")
 
     """
-    abort_on_exception_if_mpi_is_up()
+    abort_job_if_mpi_is_started()
     check_timeout(timeout_s)
     topology = from_mesh(mesh, rank=dist.get_rank(), inter=inter, intra=intra)
     if topology.rank == 0:
@@ -356,15 +351,13 @@ def connect_mesh(
     consistency = ConsistencyCheck(control)
     consistency.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
     groups = mesh.get_group(intra), mesh.get_group(inter)
-    inter_transport = factory.wrap(groups[1], mesh.device_type)
     return World(
         topology,
         factory.wrap(groups[0], mesh.device_type),
-        inter_transport,
+        factory.wrap(groups[1], mesh.device_type),
         control,
         current_device(mesh.device_type),
         consistency,
-        ConsistencyCheck(inter_transport),
         factory.closers,
         _clone=lambda: (
             factory.clone_wrapped(groups[0], mesh.device_type),
@@ -373,26 +366,25 @@ def connect_mesh(
     )
 
 
-def abort_on_exception_if_mpi_is_up() -> None:
-    """First of all: a rank that fails alone while it connects would wait for the others in ``MPI_Finalize``."""
-    comm = started_communicator()
-    if comm is not None:
-        abort_job_on_exception(comm)
-
-
 def read_rank_info() -> RankInfo:
-    """What the launcher said; what torch was told, where it was started by hand without any launcher's variables."""
+    """Return what the launcher says; what torch was told, if it was started without any launcher's variables."""
     rank_info = read_launcher(os.environ)
     if not dist.is_initialized():
         return rank_info
+    rank, size = dist.get_rank(), dist.get_world_size()
     if rank_info.launcher == "none":
-        return RankInfo("torch", dist.get_rank(), dist.get_world_size())
-    check_torch_place(rank_info)
+        return RankInfo("torch", rank, size)
+    if (rank, size) != (rank_info.rank, rank_info.size):
+        raise TopologyError(
+            f"torch.distributed is started with rank {rank} of {size}, but {rank_info.launcher} announced rank "
+            f"{rank_info.rank} of {rank_info.size}. Start torch.distributed with the launcher's numbers, or let "
+            f"flexcomm.connect() start it."
+        )
     return rank_info
 
 
 def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | None) -> tuple[tuple[int, ...], ...]:
-    """The ranks of every node, as the launcher announced them; as MPI knows them where the launcher did not."""
+    """Return the ranks of every node, from the launcher; from MPI, where the launcher does not tell."""
     members = arrange(gather_rank_infos(rank_info, control))
     if members is None and comm is not None:
         node, local_rank, local_size = place_in_shared_memory(comm)
@@ -408,7 +400,7 @@ def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | 
 
 
 def gather_rank_infos(rank_info: RankInfo, control: Transport) -> list[RankInfo]:
-    """The announcements of all ranks, by rank."""
+    """Return the rank infos of all ranks, by rank."""
     place = (rank_info.node, rank_info.local_rank, rank_info.local_size)
     mine = torch.tensor([UNKNOWN if number is None else number for number in place])
     rows = control.all_gather(mine).wait().tolist()

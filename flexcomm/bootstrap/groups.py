@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch.distributed as dist
 
-from flexcomm.bootstrap.abort import abort_job_on_exception
-from flexcomm.bootstrap.mpi_job import barrier_with_timeout, library_name, world_communicator
+from flexcomm.bootstrap.mpi_job import barrier_with_timeout
 from flexcomm.bootstrap.rendezvous import start_torch
 from flexcomm.device import HOST, KINDS, backend_for, find_native, native_backend
-from flexcomm.errors import InvalidArgumentError, TopologyError, TransportUnavailableError
-from flexcomm.topology import MPI_LAUNCHERS
+from flexcomm.errors import InvalidArgumentError, TransportUnavailableError
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
 from flexcomm.transport.base import check_has_verbs
 
@@ -25,11 +23,14 @@ if TYPE_CHECKING:
     from flexcomm.topology import RankInfo
     from flexcomm.transport import Transport
 
-__all__ = ["GroupFactory", "TransportName", "check_timeout", "check_transport", "join_mpi_job"]
+__all__ = ["GroupFactory", "TransportName", "check_timeout", "check_transport"]
 
 TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 """``auto``, ``mpi``, and the backends of the devices in :data:`flexcomm.device.KINDS`."""
 _BACKENDS = tuple(kind.backend for kind in KINDS.values() if kind.backend is not None)
+
+_users_of_default_group = 0
+"""How many worlds use the default process group that this library started; the last one destroys it."""
 
 
 def check_transport(leg: str, kind: TransportName | Transport) -> None:
@@ -56,50 +57,6 @@ def check_timeout(timeout_s: float) -> None:
         raise InvalidArgumentError(f"timeout_s={timeout_s} is not a time to wait: pass a number of seconds above 0.")
 
 
-def join_mpi_job(rank_info: RankInfo, *, required: bool) -> MPI.Intracomm | None:
-    """MPI's world, if this job has one; ``None`` where it has none and nobody ``required`` it."""
-    if rank_info.launcher not in MPI_LAUNCHERS and not required:
-        return None
-    try:
-        comm = world_communicator()
-    except TransportUnavailableError:
-        if required:
-            raise
-        return None
-    place = (comm.Get_rank(), comm.Get_size())
-    if place != (rank_info.rank, rank_info.size):
-        raise TopologyError(
-            f"{rank_info.launcher} announced rank {rank_info.rank} of {rank_info.size}, but the MPI that mpi4py loaded "
-            f"({library_name()}) says rank {place[0]} of {place[1]}. They are different MPIs: start with the mpirun of "
-            f"that library, or point mpi4py at the launcher's (MPI4PY_MPIABI, LD_LIBRARY_PATH)."
-        )
-    abort_job_on_exception(comm)
-    return comm
-
-
-_leases = 0
-"""How many worlds use the default process group that this library started; the last one closes it."""
-
-
-def lease_torch(rank_info: RankInfo, *, control: Transport | None, timeout_s: float) -> list[Callable[[], None]]:
-    """Have torch's default process group; the result gives it back, where it is ours to give."""
-    global _leases
-    if dist.is_initialized() and _leases == 0:
-        return []
-    if not dist.is_initialized():
-        start_torch(rank_info, control=control, timeout_s=timeout_s)
-        _leases = 0
-    _leases += 1
-    return [return_torch]
-
-
-def return_torch() -> None:
-    global _leases
-    _leases -= 1
-    if _leases == 0 and dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @dataclass
 class GroupFactory:
     """Makes process groups and MPI communicators; ``closers``, run last to first, destroy them."""
@@ -110,19 +67,22 @@ class GroupFactory:
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def join_everybody(self) -> Transport:
-        """All ranks through host memory. torch's default process group is started on the way, unless it is there."""
+        """Return a host transport of all ranks; start torch's default process group, unless somebody has."""
         if self.rank_info.launcher == "none":
             return LoopbackTransport(self.timeout_s)
         everybody = [range(self.rank_info.size)]
         control = self._mpi(self.comm, everybody) if self.comm is not None else None
-        self.closers += lease_torch(self.rank_info, control=control, timeout_s=self.timeout_s)
+        self._use_default_group(control)
         return control or self.make("gloo", everybody)
 
-    def make(self, kind: TransportName, groups: Sequence[Sequence[int]]) -> Transport:
-        """Join the ranks of each group in the order given; the result is the transport of this rank's group.
+    def make(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the transport of this rank's group, which holds its ranks in the order given.
 
         All ranks of the job call it together, with the same groups: each rank is in one, and all are of one size.
+        A transport in place of a name is returned as it is.
         """
+        if not isinstance(kind, str):
+            return kind
         if len(groups[0]) == 1:
             return LoopbackTransport(self.timeout_s)
         if kind in _BACKENDS:
@@ -133,27 +93,23 @@ class GroupFactory:
             return host
         return PerDeviceTransport(host, self._torch(native, groups))
 
-    def use_or_make(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return a transport that was passed as it is, or make the one that was named."""
-        return self.make(kind, groups) if isinstance(kind, str) else kind
-
-    def clone_or_make(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return a clone of a transport that was passed, or make another one of those that were named."""
+    def clone(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return a second transport for what :meth:`make` made."""
         if isinstance(kind, str):
             return self.make(kind, groups)
         clone: Callable[[], Transport] = kind.clone  # type: ignore[attr-defined]  # Checked by World.clone_groups.
         return clone()
 
     def wrap(self, group: dist.ProcessGroup, device_type: str) -> Transport:
-        """The ranks of a group for tensors on ``device_type`` that somebody else made and will close."""
+        """Return a transport over a group that the caller made for ``device_type``, and will destroy."""
         if dist.get_world_size(group) == 1:
             return LoopbackTransport(self.timeout_s)
         return TorchTransport(group, backend_for(device_type), self.timeout_s)
 
     def clone_wrapped(self, group: dist.ProcessGroup, device_type: str) -> Transport:
-        """A second transport for the ranks of a wrapped group; they alone call it, and it is never closed.
+        """Return a transport over a second group of the same ranks, who alone call it.
 
-        That is because of [Note: group names].
+        It is never closed, because of [Note: group names].
         """
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
@@ -162,7 +118,7 @@ class GroupFactory:
         return TorchTransport(self._new_group(ranks, backend, use_local_synchronization=True), backend, self.timeout_s)
 
     def join_slice(self, ranks: Sequence[int]) -> Transport:
-        """``ranks`` through host memory; where they are not all there are, they alone call it."""
+        """Return a host transport of ``ranks``, who alone call it."""
         if len(ranks) == dist.get_world_size():
             return self.make("gloo", [ranks])
         if len(ranks) == 1:
@@ -205,5 +161,23 @@ class GroupFactory:
             ) from error
         return group
 
+    def _use_default_group(self, control: Transport | None) -> None:
+        """Start torch's default process group, or use the one that an earlier world started; leave others alone."""
+        global _users_of_default_group
+        if not dist.is_initialized():
+            start_torch(self.rank_info, control=control, timeout_s=self.timeout_s)
+            _users_of_default_group = 0
+        elif _users_of_default_group == 0:
+            return
+        _users_of_default_group += 1
+        self.closers.append(release_default_group)
+
     def _own(self, groups: Sequence[Sequence[int]]) -> int:
         return next(number for number, ranks in enumerate(groups) if self.rank_info.rank in ranks)
+
+
+def release_default_group() -> None:
+    global _users_of_default_group
+    _users_of_default_group -= 1
+    if _users_of_default_group == 0 and dist.is_initialized():
+        dist.destroy_process_group()

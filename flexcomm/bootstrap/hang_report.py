@@ -60,21 +60,21 @@ def ask_all_ranks(world: World, sequence: int) -> list[int | None]:
                 asked[rank] = control.send_recv([(rank, mine)], [(rank, answers[rank])])
             except TransportError:
                 continue
-    heard = {control.rank: sequence}
+    answered = {control.rank: sequence}
 
     def listen(rank: int, handle: Handle[object]) -> None:
         with suppress(TransportError):
             handle.wait()
-            heard[rank] = int(answers[rank])
+            answered[rank] = int(answers[rank])
 
-    # A thread each, for gloo cannot be asked whether a message has come. One that hears nothing ends with the process.
+    # A thread each, for gloo cannot be asked whether a message has come. One that gets none ends with the process.
     listeners = [threading.Thread(target=listen, args=each, daemon=True) for each in asked.items()]
     for listener in listeners:
         listener.start()
     deadline_s = time.monotonic() + min(_PATIENCE_S, control.timeout_s)
     for listener in listeners:
         listener.join(max(deadline_s - time.monotonic(), 0.0))
-    return [heard.get(rank) for rank in range(control.size)]
+    return [answered.get(rank) for rank in range(control.size)]
 
 
 def write_report(world: World, reached: list[int | None]) -> str:

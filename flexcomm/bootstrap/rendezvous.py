@@ -1,7 +1,7 @@
-"""How ranks meet: torch's process groups are started from whatever the launcher offers.
+"""The rendezvous of torch's default process group: the address of rank 0, from whatever the launcher offers.
 
 Under an MPI, rank 0 opens a store on a free port and MPI carries its addresses to the others, so nobody sets
-``MASTER_ADDR``. Elsewhere the usual variables count, and under Slurm what they would be follows from the job.
+``MASTER_ADDR``. Elsewhere ``MASTER_ADDR`` and ``MASTER_PORT`` count; under Slurm they follow from the job, if not set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.rendezvous import rendezvous
 
 from flexcomm.device import backends_of_default_group
-from flexcomm.errors import TopologyError, TransportUnavailableError
+from flexcomm.errors import TransportUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flexcomm.topology import RankInfo
     from flexcomm.transport import Transport
 
-__all__ = ["check_torch_place", "start_torch"]
+__all__ = ["start_torch"]
 
 RECORD_BYTES = 4096
 MOST_ADDRESSES = 16
@@ -48,35 +48,24 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the ranks meet, and the store that is open there already, if this rank opened it."""
+class Rendezvous:
+    """An address of rank 0, and the store that is open there already, if this rank opened it."""
 
     address: str
     port: int
     store: TCPStore | None = None
 
 
-def check_torch_place(rank_info: RankInfo) -> None:
-    """Raise unless torch, started by somebody else, and the launcher give this process the same place."""
-    place = (dist.get_rank(), dist.get_world_size())
-    if place != (rank_info.rank, rank_info.size):
-        raise TopologyError(
-            f"torch.distributed is started with rank {place[0]} of {place[1]}, but {rank_info.launcher} announced rank "
-            f"{rank_info.rank} of {rank_info.size}. Start torch.distributed with the launcher's numbers, or let "
-            f"flexcomm.connect() start it."
-        )
-
-
 def start_torch(rank_info: RankInfo, *, control: Transport | None, timeout_s: float) -> None:
     """Start torch's default process group over all ranks; ``control`` joins them already where there is an MPI."""
-    meeting = find_meeting(rank_info, control, os.environ)
+    place = find_rendezvous(rank_info, control, os.environ)
     backend = backends_of_default_group()
     timeout = timedelta(seconds=timeout_s)
-    host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
-    url = f"tcp://{host}:{meeting.port}"
+    host = f"[{place.address}]" if ":" in place.address else place.address
+    url = f"tcp://{host}:{place.port}"
     try:
         # torch's own rendezvous, not a plain TCPStore: it knows when torchrun's agent has opened the store already.
-        store = meeting.store or next(rendezvous(url, rank_info.rank, rank_info.size, timeout=timeout))[0]
+        store = place.store or next(rendezvous(url, rank_info.rank, rank_info.size, timeout=timeout))[0]
         # A store outlives a group, torchrun's even this process; what an earlier world left in it must not be found.
         store = PrefixStore(f"flexcomm/{next(_worlds)}", store)
         dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=timeout)
@@ -88,13 +77,13 @@ def start_torch(rank_info: RankInfo, *, control: Transport | None, timeout_s: fl
         ) from error
 
 
-def find_meeting(rank_info: RankInfo, control: Transport | None, environ: Mapping[str, str]) -> Meeting:
+def find_rendezvous(rank_info: RankInfo, control: Transport | None, environ: Mapping[str, str]) -> Rendezvous:
     if control is not None:
         return exchange_address(control, environ)
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return Meeting(environ["MASTER_ADDR"], port_from(environ))
+        return Rendezvous(environ["MASTER_ADDR"], port_from(environ))
     if "SLURM_STEP_NODELIST" in environ:
-        return meeting_from_slurm(environ)
+        return rendezvous_from_slurm(environ)
     raise TransportUnavailableError(
         f"{rank_info.launcher} started {rank_info.size} ranks, but nothing tells them where to meet. Install mpi4py "
         f"(the extra [mpi]) under mpirun, or set MASTER_ADDR and MASTER_PORT to a place on rank 0's node."
@@ -108,10 +97,10 @@ def port_from(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def meeting_from_slurm(environ: Mapping[str, str]) -> Meeting:
-    """The step's first node, and a port that differs between jobs and steps that share it."""
+def rendezvous_from_slurm(environ: Mapping[str, str]) -> Rendezvous:
+    """Return the step's first node, and a port that differs between jobs and steps that share it."""
     job, step = (int(re.sub(r"\D", "", environ.get(name, "")) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return Meeting(first_host(environ["SLURM_STEP_NODELIST"]), FIRST_PORT + (job * 31 + step) % PORTS)
+    return Rendezvous(first_host(environ["SLURM_STEP_NODELIST"]), FIRST_PORT + (job * 31 + step) % PORTS)
 
 
 def first_host(nodelist: str) -> str:
@@ -126,7 +115,7 @@ def first_host(nodelist: str) -> str:
 
 @dataclass(frozen=True)
 class Offer:
-    """What rank 0 tells the others: its host, and a port at one of these addresses, open already or not."""
+    """The message of rank 0: its host, its addresses, and a port at one of them, open already or not."""
 
     host: str
     port: int
@@ -146,20 +135,23 @@ class Offer:
         return Offer(str(fields["host"]), int(fields["port"]), addresses, bool(fields["is_open"]))
 
 
-def exchange_address(control: Transport, environ: Mapping[str, str]) -> Meeting:
-    """Where rank 0 says: at the place its environment names, or at a store it opens on a free port."""
+def exchange_address(control: Transport, environ: Mapping[str, str]) -> Rendezvous:
+    """Return where rank 0 says: the address in its environment, or a store that it opens on a free port."""
     store, record = None, torch.zeros(RECORD_BYTES, dtype=torch.uint8)
     if control.rank == 0:
         store, offer = make_offer(environ)
         record = offer.encoded()
     offer = Offer.decoded(control.broadcast(record).wait())
     if not offer.is_open:
-        return Meeting(offer.addresses[0], offer.port)
-    return Meeting(settle_on_address(offer, control), offer.port, store)
+        return Rendezvous(offer.addresses[0], offer.port)
+    return Rendezvous(choose_address(offer, control), offer.port, store)
 
 
 def make_offer(environ: Mapping[str, str]) -> tuple[TCPStore | None, Offer]:
-    """Loopback comes first: it is all that ranks of one host need."""
+    """Return the store of rank 0, unless its environment names another, and its addresses, loopback first.
+
+    Loopback is all that ranks of one host need.
+    """
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         return None, Offer(socket.gethostname(), port_from(environ), [environ["MASTER_ADDR"]], is_open=False)
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # noqa: S104
@@ -167,26 +159,26 @@ def make_offer(environ: Mapping[str, str]) -> tuple[TCPStore | None, Offer]:
     return store, Offer(socket.gethostname(), store.port, ["127.0.0.1", *others[:MOST_ADDRESSES]], is_open=True)
 
 
-def settle_on_address(offer: Offer, control: Transport) -> str:
-    """The first address that every rank reaches; gloo is pointed at the interface that leads there."""
+def choose_address(offer: Offer, control: Transport) -> str:
+    """Return the first address that every rank reaches; point gloo at the interface that leads there."""
     same_host = offer.host == socket.gethostname()
-    ways = [own_interface_towards(address, offer.port, same_host=same_host) for address in offer.addresses]
-    reached = torch.tensor([way is not None for way in ways], dtype=torch.uint8)
+    interfaces = [own_interface_towards(address, offer.port, same_host=same_host) for address in offer.addresses]
+    reached = torch.tensor([name is not None for name in interfaces], dtype=torch.uint8)
     by_all = control.all_gather(reached).wait().all(dim=0).tolist()
     if not any(by_all):
-        mine = [address for address, way in zip(offer.addresses, ways, strict=True) if way is not None]
+        mine = [address for address, name in zip(offer.addresses, interfaces, strict=True) if name is not None]
         raise TransportUnavailableError(
             f"no address of rank 0 ({', '.join(offer.addresses)}; port {offer.port}) is reachable from all; "
             f"rank {control.rank} reaches {mine or 'none'}. Open the port range in the firewall, or set MASTER_ADDR "
             f"and MASTER_PORT on rank 0."
         )
     chosen = by_all.index(True)
-    use_interface(ways[chosen])
+    use_interface(interfaces[chosen])
     return offer.addresses[chosen]
 
 
 def own_interfaces() -> list[tuple[str, str]]:
-    """Name and IPv4 address of every interface that has one; that of ``GLOO_SOCKET_IFNAME`` first."""
+    """Return name and IPv4 address of every interface that has one; that of ``GLOO_SOCKET_IFNAME`` first."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -201,7 +193,7 @@ def own_interfaces() -> list[tuple[str, str]]:
 
 
 def own_interface_towards(address: str, port: int, *, same_host: bool) -> str | None:
-    """The interface of this host that leads to rank 0's ``address``; empty if unknown, ``None`` if there is none."""
+    """Return the interface of this host that leads to ``address``; empty if unknown, ``None`` if there is none."""
     if address.startswith("127.") and not same_host:
         return None
     try:
@@ -213,7 +205,7 @@ def own_interface_towards(address: str, port: int, *, same_host: bool) -> str | 
 
 
 def use_interface(name: str | None) -> None:
-    """Gloo looks up the host's name to find its own address, and hosts often name themselves 127.0.1.1."""
+    """Set gloo's interface: gloo would look up the host's name, which is often 127.0.1.1."""
     if name and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = name
         log.info("gloo uses the interface %s, which leads to rank 0", name)

@@ -91,7 +91,6 @@ ALLOWED = {
     "measure_alone": "without communication",
     "residuals_that_do_not_fit_are_everybodys_affair": "a law, in its own words",
     "several_are_under_way_at_once": "not finished",
-    "settle_on_address": "agree on an address",
     "whole_parameters": "parameters gathered from all shards",
 }
 

@@ -7,10 +7,10 @@ import pytest
 from flexcomm.bootstrap.rendezvous import (
     FIRST_PORT,
     PORTS,
-    find_meeting,
+    find_rendezvous,
     first_host,
-    meeting_from_slurm,
     own_interfaces,
+    rendezvous_from_slurm,
 )
 from flexcomm.errors import TransportUnavailableError
 from flexcomm.topology import RankInfo
@@ -26,20 +26,20 @@ def test_the_first_host_of_a_slurm_list_is_found(nodelist: str, host: str) -> No
 
 def test_steps_of_one_job_meet_on_different_ports() -> None:
     job = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "gpu[1-2]"}
-    ports = {meeting_from_slurm(job | {"SLURM_STEP_ID": str(step)}).port for step in range(10)}
+    ports = {rendezvous_from_slurm(job | {"SLURM_STEP_ID": str(step)}).port for step in range(10)}
     assert len(ports) == 10
     assert all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in ports)
 
 
 def test_what_the_user_set_comes_first() -> None:
     environ = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4567", "SLURM_STEP_NODELIST": "gpu1"}
-    meeting = find_meeting(RankInfo("slurm", 0, 2), None, environ)
-    assert (meeting.address, meeting.port) == ("10.1.2.3", 4567)
+    place = find_rendezvous(RankInfo("slurm", 0, 2), None, environ)
+    assert (place.address, place.port) == ("10.1.2.3", 4567)
 
 
 def test_ranks_that_cannot_meet_are_told_what_to_set() -> None:
     with pytest.raises(TransportUnavailableError, match="MASTER_ADDR and MASTER_PORT"):
-        find_meeting(RankInfo("openmpi", 0, 2), None, {})
+        find_rendezvous(RankInfo("openmpi", 0, 2), None, {})
 
 
 def test_own_interfaces_include_the_loopback() -> None:
