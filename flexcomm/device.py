@@ -35,7 +35,6 @@ __all__ = [
     "own_device",
     "record_event",
     "supported_names",
-    "synchronize",
     "synchronize_stream",
     "use_stream",
     "wait_stream",
@@ -147,12 +146,6 @@ def current_device(device_type: str) -> torch.device:
 def may_pin_for(x: Tensor) -> bool:
     """Return whether host memory that ``x`` is copied to or from had better be pinned."""
     return KINDS[x.device.type].has_pinned_memory
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all that the device was given to do."""
-    if KINDS[device.type].has_streams:
-        torch.accelerator.synchronize(device)
 
 
 def synchronize_stream(device: torch.device) -> None:

@@ -1,18 +1,23 @@
-"""Statistics: what synchronisations cost, one by one and in all."""
+"""Statistics of synchronisations, one by one and in total, and the ranges that profilers show of them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from flexcomm.profiling import profiler_range
+import torch
+
+from flexcomm.device import accelerator
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
-__all__ = ["Phase", "StatsHistory", "SyncRecord"]
+__all__ = ["Phase", "StatsHistory", "SyncRecord", "profiler_range"]
 
 Phase = Literal["encode", "intra", "inter", "decode", "waiting"]
 
@@ -106,6 +111,24 @@ class StatsHistory:
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def add(self, record: SyncRecord, **remarks: Any) -> None:
-        """Add what a synchronisation came to; ``remarks`` are remembered with it, not added."""
+        """Add a synchronisation; ``remarks`` are remembered with it, not added."""
         self.total.add(record)
         self.recent.append({**remarks, **record.as_dict()})
+
+
+def profiler_range(name: str) -> AbstractContextManager[object] | None:
+    """Return a block that torch's profiler or, with a GPU, its vendor's tools show as ``flexcomm.name``.
+
+    None where nobody looks: entering and leaving a block that does nothing is not free.
+    """
+    # Private, and nothing public tells: torch's own range costs 100 times as much as asking. If it is gone, record.
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+        return torch.profiler.record_function(f"flexcomm.{name}")
+    vendor_range = _vendor_range()
+    return None if vendor_range is None else vendor_range(f"flexcomm.{name}")
+
+
+@lru_cache(maxsize=1)
+def _vendor_range() -> Callable[[str], AbstractContextManager[object]] | None:
+    kind = accelerator()
+    return None if kind is None else kind.profiler_range

@@ -1,9 +1,8 @@
-"""Who is where: rank, node and local rank, from what the launcher announced.
+"""Rank, node and local rank, from what the launcher announced. Nothing here communicates.
 
-Reading is pure: environment in, values out, nothing communicated. A launcher tells each rank about itself only, so
-two facts stay open until the ranks have compared notes: whether all nodes hold the same number of ranks, and, where
-nobody numbers the nodes (every ``mpirun``), which ranks share one. ``flexcomm.connect`` gathers the announcements and
-hands them to :func:`arrange`, which is pure again.
+A launcher tells each rank about itself only: :func:`read_launcher`. ``flexcomm.connect`` gathers what all ranks were
+told and hands it to :func:`arrange`, which finds out which ranks share a node, and whether all nodes hold the same
+number of them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["RankInfo", "Topology", "arrange", "blocks", "from_mesh", "read_launcher"]
+__all__ = ["RankInfo", "Topology", "arrange", "blocks", "first_number", "from_mesh", "read_launcher"]
 
 RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"
+"""Overrides what the launcher says, for programs whose source cannot be changed."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Topology:
 
     @property
     def inter_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The other way to group the ranks: ``pairs[local_rank][node]``, those that talk between nodes."""
+        """The ranks of equal local rank: ``inter_groups[local_rank][node]``."""
         return tuple(zip(*self.members, strict=True))
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ MPI_LAUNCHERS = (OPENMPI.name, PMI.name)
 
 
 def read_launcher(environ: Mapping[str, str]) -> RankInfo:
-    """The innermost launcher's word on this rank.
+    """Return what the innermost launcher says of this rank.
 
     Launchers nest (``srun torchrun``, ``mpirun`` inside an allocation), and each leaves its variables behind. torchrun
     marks its children, so it is innermost where it appears; an MPI's variables come before those of the Slurm step that
@@ -146,7 +146,13 @@ def read_launcher(environ: Mapping[str, str]) -> RankInfo:
     if found is None:
         return read_without_launcher(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        check_same_place(found, rank_info_from(TORCHRUN, environ))
+        by_hand = rank_info_from(TORCHRUN, environ)
+        if (found.rank, found.size) != (by_hand.rank, by_hand.size):
+            raise TopologyError(
+                f"two launchers contradict each other: {found.launcher} says rank {found.rank} of {found.size}, RANK "
+                f"and WORLD_SIZE say rank {by_hand.rank} of {by_hand.size}. Unset RANK and WORLD_SIZE, or make them "
+                f"agree."
+            )
     return found
 
 
@@ -168,7 +174,7 @@ def rank_info_if_any(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo
 
 
 def rank_info_from(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:
-    """What ``launcher`` announced, checked for being whole and possible."""
+    """Return what ``launcher`` announced; raise unless it is complete and possible."""
     rank, size = (first_number(names, environ) for names in (launcher.rank, launcher.size))
     if rank is None or size is None:
         missing = [*(launcher.rank if rank is None else ()), *(launcher.size if size is None else ())]
@@ -185,7 +191,7 @@ def rank_info_from(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:
 
 
 def read_slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
-    """What ``srun`` says; a batch script outside ``srun`` carries the job's counts, but is one process."""
+    """Return what ``srun`` says; a batch script outside ``srun`` has the job's variables, but is one process."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     found = rank_info_from(SLURM, environ)
@@ -202,12 +208,8 @@ def expand_tasks_per_node(text: str) -> list[int]:
     return [int(tasks) for tasks, repeat in counts for _ in range(int(repeat or 1))]
 
 
-def ranks_per_node_from(environ: Mapping[str, str]) -> int | None:
-    """The override of the environment, for programs that cannot be told otherwise."""
-    return first_number((RANKS_PER_NODE_VARIABLE,), environ)
-
-
 def first_number(names: Sequence[str], environ: Mapping[str, str]) -> int | None:
+    """Return the number in the first variable that is set, if one is."""
     for name in names:
         if name in environ:
             text = environ[name].strip()
@@ -223,7 +225,7 @@ def seen(launcher: Launcher, environ: Mapping[str, str]) -> str:
 
 
 def check_possible(found: RankInfo, evidence: str) -> None:
-    """Raise unless the numbers of one announcement can be true together."""
+    """Raise unless the numbers of one rank can be true together."""
     local_size = found.local_size if found.local_size is not None else found.size
     local_rank = found.local_rank if found.local_rank is not None else 0
     if not (found.rank < found.size and local_rank < local_size <= found.size):
@@ -234,20 +236,14 @@ def check_possible(found: RankInfo, evidence: str) -> None:
         )
 
 
-def check_same_place(found: RankInfo, by_hand: RankInfo) -> None:
-    if (found.rank, found.size) != (by_hand.rank, by_hand.size):
-        raise TopologyError(
-            f"two launchers contradict each other: {found.launcher} says rank {found.rank} of {found.size}, RANK and "
-            f"WORLD_SIZE say rank {by_hand.rank} of {by_hand.size}. Unset RANK and WORLD_SIZE, or make them agree."
-        )
-
-
 def check_members(members: Sequence[Sequence[int]]) -> None:
     """Raise unless every node holds the same number of ranks and no rank stands twice."""
     counts = [len(ranks) for ranks in members]
     if len(set(counts)) != 1 or counts[0] == 0:
+        shown = ", ".join(f"node {node}: {count}" for node, count in enumerate(counts[:16]))
+        more = f", and {len(counts) - 16} nodes more" if len(counts) > 16 else ""
         raise TopologyError(
-            f"nodes hold different numbers of ranks: {counts_by_node(counts)}. Rank i of every node is paired with "
+            f"nodes hold different numbers of ranks: {shown}{more}. Rank i of every node is paired with "
             f"rank i of the others, so start the same number on each (mpirun --map-by ppr:N:node, mpirun -ppn N, "
             f"torchrun --nproc-per-node N, srun --ntasks-per-node N)."
         )
@@ -256,13 +252,8 @@ def check_members(members: Sequence[Sequence[int]]) -> None:
         raise TopologyError(f"ranks {repeated} stand on more than one node or twice on one: {members}.")
 
 
-def counts_by_node(counts: Sequence[int]) -> str:
-    shown = ", ".join(f"node {node}: {count}" for node, count in enumerate(counts[:16]))
-    return shown + (f", and {len(counts) - 16} nodes more" if len(counts) > 16 else "")
-
-
 def blocks(size: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
-    """Nodes of ``ranks_per_node`` consecutive ranks."""
+    """Return nodes of ``ranks_per_node`` consecutive ranks."""
     if ranks_per_node < 1 or size % ranks_per_node:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise TopologyError(
@@ -273,41 +264,34 @@ def blocks(size: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
 
 
 def arrange(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...] | None:
-    """The ranks of every node, from what all ranks were told; ``None`` where only an MPI can tell.
+    """Return the ranks of every node, from what all ranks were told; ``None`` where only an MPI can tell.
 
     ``rank_infos[rank]`` is that rank's. Where nodes are numbered, ranks may lie on them in any order. Where they are
-    not, blocks of consecutive ranks are recognised by their local ranks counting up from 0; nothing else can be.
+    not (every ``mpirun``), blocks of consecutive ranks are recognised by their local ranks counting up from 0; nothing
+    else can be.
     """
     if any(one.local_rank is None for one in rank_infos):
         return None
-    if all(one.node is not None for one in rank_infos):
-        return members_by_number(rank_infos)
-    if all(one.local_size is not None for one in rank_infos):
-        return members_in_blocks(rank_infos)
-    return None
+    is_numbered = all(one.node is not None for one in rank_infos)
+    members = members_by_number(rank_infos) if is_numbered else members_in_blocks(rank_infos)
+    if members is not None:
+        check_members(members)
+    return members
 
 
 def members_by_number(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
     by_node: dict[int, list[RankInfo]] = {}
     for one in rank_infos:
         by_node.setdefault(one.node or 0, []).append(one)
-    members = tuple(
-        tuple(one.rank for one in sorted(by_node[node], key=lambda one: one.local_rank or 0))
-        for node in sorted(by_node)
-    )
-    check_members(members)
-    for node in sorted(by_node):
-        check_local_ranks(node, by_node[node])
-    return members
-
-
-def check_local_ranks(node: int, rank_infos: Sequence[RankInfo]) -> None:
-    local_ranks = sorted(one.local_rank or 0 for one in rank_infos)
-    if local_ranks != list(range(len(rank_infos))):
-        raise TopologyError(
-            f"the ranks of node {node} announced local ranks {local_ranks}; needed were 0 to {len(rank_infos) - 1}, "
-            f"each once. If several launchers run on one host, give each a node number of its own."
-        )
+    for node, some in sorted(by_node.items()):
+        some.sort(key=lambda one: one.local_rank or 0)
+        local_ranks = [one.local_rank for one in some]
+        if local_ranks != list(range(len(some))):
+            raise TopologyError(
+                f"the ranks of node {node} announced local ranks {local_ranks}; needed were 0 to {len(some) - 1}, each "
+                f"once. If several launchers run on one host, give each a node number of its own."
+            )
+    return tuple(tuple(one.rank for one in some) for _, some in sorted(by_node.items()))
 
 
 def members_in_blocks(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...] | None:
@@ -319,14 +303,11 @@ def members_in_blocks(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], 
         for ranks in members
         for place, rank in enumerate(ranks)
     )
-    if not in_blocks:
-        return None
-    check_members(members)
-    return members
+    return members if in_blocks else None
 
 
 def from_mesh(mesh: DeviceMesh, *, rank: int, inter: str, intra: str) -> Topology:
-    """The place of ``rank`` in a two-dimensional mesh with axes ``inter`` (across nodes) and ``intra`` (inside one)."""
+    """Return the place of ``rank`` in a mesh of two axes, ``inter`` (across nodes) and ``intra`` (inside a node)."""
     names = mesh.mesh_dim_names or ()
     if sorted(names) != sorted((inter, intra)):
         raise TopologyError(

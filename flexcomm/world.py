@@ -18,12 +18,13 @@ from flexcomm.device import current_device, native_backend, own_device
 from flexcomm.errors import ConfigMismatchError, TopologyError, TransportUnavailableError
 from flexcomm.stats import StatsHistory
 from flexcomm.topology import (
+    RANKS_PER_NODE_VARIABLE,
     RankInfo,
     Topology,
     arrange,
     blocks,
+    first_number,
     from_mesh,
-    ranks_per_node_from,
     read_launcher,
 )
 from flexcomm.torch_versions import log_untested_version
@@ -236,7 +237,7 @@ def connect(
     if rank_info.rank == 0:
         log_untested_version()
     if ranks_per_node is None:
-        ranks_per_node = ranks_per_node_from(os.environ)
+        ranks_per_node = first_number([RANKS_PER_NODE_VARIABLE], os.environ)
     comm = join_mpi_job(rank_info, required="mpi" in (intra, inter))
     factory = GroupFactory(rank_info, comm, timeout_s)
     try:

@@ -19,7 +19,7 @@ STAND_INS = {"tests/unit/test_torch_versions.py", "tests/unit/test_flexdemo_torc
 
 PRIVATE_NAMES = {
     "flexcomm/kernels/cpu/cache/sharing.py": {"_cache", "_rebuild", "_reduce"},  # numba's
-    "flexcomm/profiling.py": {"_is_profiler_enabled"},
+    "flexcomm/stats.py": {"_is_profiler_enabled"},
     "flexdemo/torch_private/autograd.py": {
         "_execution_engine", "_post_accumulate_grad_hooks", "_version", "queue_callback",
     },

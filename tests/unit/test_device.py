@@ -19,7 +19,6 @@ def test_the_host_has_a_row_and_needs_no_streams() -> None:
     assert device.is_supported(HOST)
     assert not device.is_supported(torch.device("meta"))
     assert device.make_stream(HOST) is device.record_event(HOST) is None
-    device.synchronize(HOST)
     device.synchronize_stream(HOST)
     device.wait_stream(HOST, None)
     with device.use_stream(None, None):

@@ -11,7 +11,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import flexcomm
-from flexcomm.profiling import profiler_range
+from flexcomm.stats import profiler_range
 from flexcomm.torch_versions import TESTED_ON, TESTED_VERSIONS, log_untested_version, private
 
 if TYPE_CHECKING:
