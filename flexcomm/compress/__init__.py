@@ -1,9 +1,8 @@
 """Compressors: which part of a tensor is sent, and how its values are written. Mathematics only."""
 
-from flexcomm.compress.bases import Dct, Identity
+from flexcomm.compress.parts import Dct, Everything, Identity, RandomK, Striding, Threshold, TopK, TopRate
 from flexcomm.compress.pipeline import Compressor, Pipeline, TensorSpec, ValueName
 from flexcomm.compress.recipes import demo, dense, random_k, sign, striding, threshold, top_k
-from flexcomm.compress.selectors import Everything, RandomK, Striding, Threshold, TopK, TopRate
 
 __all__ = [
     "Compressor",

@@ -1,4 +1,4 @@
-"""A compressor says, for each tensor, what is sent of it. It holds settings: no tensor, no rank, no byte."""
+"""The Protocol of a compressor, and Pipeline, which the recipes return. It holds settings: no tensor, no rank."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Protocol, get_args
 
 import torch
 
-from flexcomm.compress.bases import Basis
-from flexcomm.compress.selectors import Selector, TopK
+from flexcomm.compress.parts import Basis, Selector, TopK
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import TensorPlan, TensorSpec, ValueCode, ValueName
 
 if TYPE_CHECKING:
-    from flexcomm.compress.settings import Settings
+    from flexcomm.compress.parts import Settings
 
 __all__ = ["Compressor", "Pipeline", "TensorSpec", "ValueName"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Of tensors that can be compressed."""
+"""Dtypes of tensors that can be compressed."""
 
 
 class Compressor(Protocol):
-    """What is sent of a tensor, as a plan the kernels carry out.
+    """Plans what is sent of a tensor; the kernels do what the plan says.
 
     A compressor is a value: it compares and hashes by its settings, and prints them, because ranks compare what they
     print. ``plan`` answers the same for the same tensor, always. :func:`flexcomm.testing.check_compressor` holds one

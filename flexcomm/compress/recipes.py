@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from flexcomm.compress.bases import Dct, Identity
+from flexcomm.compress.parts import Dct, Everything, Identity, RandomK, Striding, Threshold, TopK, TopRate
 from flexcomm.compress.pipeline import DTYPES, Pipeline, ValueName
-from flexcomm.compress.selectors import Everything, RandomK, Striding, Threshold, TopK, TopRate
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import ValueCode
 
@@ -105,7 +104,17 @@ def striding(rate: float, values: ValueName = "bf16") -> Pipeline:
 
 
 def sign(values: ValueName = "sign") -> Pipeline:
-    """Send every element's sign, and one magnitude for every chunk."""
+    """Send every element's sign, and one magnitude for every chunk.
+
+    Args:
+        values: ``"sign"``, or ``"sign2"``, which adds two bits of magnitude to each sign.
+
+    Example:
+        >>> import flexcomm
+        >>> flexcomm.sign()
+        Pipeline(basis=Identity(chunk=4096), selector=Everything(), values='sign')
+
+    """
     return Pipeline(Identity(), Everything(), values)
 
 

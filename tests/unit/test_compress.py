@@ -31,7 +31,7 @@ from flexcomm.compress import (
     threshold,
     top_k,
 )
-from flexcomm.compress.bases import Cut
+from flexcomm.compress.parts import Cut
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import ReferenceKernels, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels
