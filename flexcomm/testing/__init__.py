@@ -1,11 +1,11 @@
-"""Conformance checks for what people plug in: write a class with the right methods, and see whether it keeps the laws.
+"""Checks that classes of your own keep the laws of the library.
 
-``check_transport`` is called by every rank of a group together, ``check_sync`` by every rank of a world, to see whether
-a cluster and a compressor work together; ``check_kernels`` and ``check_compressor`` by one process. A broken law raises
-``AssertionError`` naming the law and the case. The laws are also there one by one, as ``TRANSPORT_LAWS``,
-``SYNC_LAWS``, ``CALL_LAWS``, ``KERNEL_LAWS`` and ``COMPRESSOR_LAWS``, so that a test can have each for itself.
+One process calls ``check_compressor`` and ``check_kernels``. All ranks of a group call ``check_transport`` together,
+all ranks of a world ``check_sync``, which shows whether a cluster and a compressor work together. A broken law raises
+``AssertionError`` naming the law and the case. ``TRANSPORT_LAWS``, ``SYNC_LAWS``, ``CALL_LAWS``, ``KERNEL_LAWS`` and
+``COMPRESSOR_LAWS`` hold the single laws, for a test of each.
 
-``pace`` makes what crosses nodes as slow as a link of a chosen rate.
+``pace`` makes the links between nodes as slow as a chosen rate.
 """
 
 from flexcomm.testing.compressors import COMPRESSOR_LAWS, check_compressor

@@ -1,4 +1,4 @@
-"""The laws of compressors, held by any object whose ``plan`` says what is sent of a tensor."""
+"""The laws of compressors, held by any object with the methods of :class:`flexcomm.Compressor`."""
 
 from __future__ import annotations
 
@@ -43,14 +43,29 @@ NODES = ("node 0", "node 1", "node 2")
 
 
 def check_compressor(compressor: Compressor, kernels: Kernels | None = None, device: str = "cpu") -> None:
-    """Raise ``AssertionError`` unless ``compressor`` keeps every law, with the device's kernels or those given."""
+    """Raise ``AssertionError`` unless ``compressor`` keeps every law. One process calls it.
+
+    Args:
+        compressor: any object with the methods of :class:`flexcomm.Compressor`.
+        kernels: what encodes and decodes; None: the kernels that the library uses on the device.
+        device: where the tensors lie.
+
+    Raises:
+        AssertionError: naming the broken law and the tensor.
+
+    Example:
+        >>> import flexcomm
+        >>> from flexcomm.testing import check_compressor
+        >>> check_compressor(flexcomm.sign())
+
+    """
     chosen = kernels or choose_kernels(torch.device(device))
     for law in COMPRESSOR_LAWS:
         law(compressor, chosen, device)
 
 
 def it_is_a_value(compressor: Compressor, kernels: Kernels, device: str) -> None:
-    """Ranks compare what compressors print, so an address in it would make equal ones differ."""
+    """Ranks compare the repr of compressors, so an address in it would make equal ones differ."""
     del kernels, device
     twin = copy.deepcopy(compressor)
     require(compressor, twin == compressor, "equal settings compare equal")
@@ -101,9 +116,9 @@ def payload_and_remainder_make_the_tensor(compressor: Compressor, kernels: Kerne
 
 
 def nothing_grows(compressor: Compressor, kernels: Kernels, device: str) -> None:
-    """Chunks are equally long, so the last one may hold one spare element for each of the others.
+    """A payload is no longer than the tensor, in the tensor's dtype or the one that ``dense`` was told.
 
-    Unless a dtype was asked for: everything in another dtype takes what that takes.
+    Chunks are equally long, so the last one may hold one spare element for each of the others.
     """
     del kernels, device
     for spec in (*SPECS, TensorSpec("long", (3, 12347), torch.bfloat16)):
@@ -163,7 +178,7 @@ def any_shape_and_dtype_gives_the_references_bits(compressor: Compressor, kernel
 
 
 def bits_do_not_depend_on_the_number_of_threads(compressor: Compressor, kernels: Kernels, device: str) -> None:
-    """Asked of kernels that can be told how many to use, of a tensor large enough to be shared by three."""
+    """For kernels that take a number of threads, and a tensor large enough for three."""
     if kernels.name != "cpu" or device != "cpu":
         return
     from flexcomm.kernels.cpu import CpuKernels
@@ -176,10 +191,10 @@ def bits_do_not_depend_on_the_number_of_threads(compressor: Compressor, kernels:
 
 
 def sending_everything_gives_the_mean(compressor: Compressor, kernels: Kernels, device: str) -> None:
-    """To rounding, in norm: of the values' code, of a transform in float32, of the output's dtype.
+    """To rounding, in norm: of the value code, of a transform in float32, of the output's dtype.
 
-    Small whole numbers, as they are, in float32: to the bit. One magnitude for all is no rounding, so signs are not
-    asked, and int8 to half a level of a chunk's largest coefficient, which is no larger than the chunk's norm.
+    Untransformed small whole numbers in float32: to the bit. Not for signs, whose one magnitude for all is no rounding.
+    int8 rounds to half a level of a chunk's largest coefficient, which is no larger than the chunk's norm.
     """
     for spec in SPECS:
         plan = plan_buffer((spec,), compressor).plans[0]
@@ -236,7 +251,7 @@ def exchange(
     steps: int = 3,
     average: Average = "nodes",
 ) -> list[Tensor]:
-    """Return what every node decodes in the last step, each of which sends what the one before left behind too."""
+    """Return the outputs of the last step, the same on all nodes; every step sends the residuals of the one before."""
     plan = plan_buffer(specs, compressor)
     outs = [torch.empty_like(x) for x in tensors[0]]
     states = [

@@ -12,7 +12,7 @@ each of the P ranks of its group,
     all_reduce of n bytes               2 (P - 1) / P n, a ring's
     reduce_scatter of n bytes a rank    (P - 1) / P n, a ring's
     broadcast of n bytes                the root sends n, the others receive n: a pipeline
-    exchange                            the messages to and from other ranks
+    send_recv                           the messages to and from other ranks
     barrier                             nothing
 
 and is through when its bytes have passed at the link's rate, in each direction behind all that this rank started

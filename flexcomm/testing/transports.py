@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm.errors import InvalidTensorError
+from flexcomm.testing.cases import with_gaps
 from flexcomm.transport.staging import REDUCIBLE
 
 if TYPE_CHECKING:
@@ -27,18 +28,34 @@ SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 4))
 
 
 def check_transport(transport: Transport, device: str = "cpu") -> None:
-    """Raise ``AssertionError`` unless ``transport`` keeps every law of :class:`flexcomm.Transport`."""
+    """Raise ``AssertionError`` unless ``transport`` keeps every law of :class:`flexcomm.Transport`.
+
+    All ranks of the transport call it together.
+
+    Args:
+        transport: any object with the methods of :class:`flexcomm.Transport`.
+        device: where the tensors lie that it must carry.
+
+    Raises:
+        AssertionError: naming the broken law and the rank. The other ranks may wait until their deadline.
+
+    Example:
+        >>> from flexcomm.testing import check_transport
+        >>> from flexcomm.transport import LoopbackTransport
+        >>> check_transport(LoopbackTransport())
+
+    """
     for law in TRANSPORT_LAWS:
         law(transport, device)
 
 
 def gather_holds_every_ranks_tensor(transport: Transport, device: str) -> None:
     for x, make in inputs(transport, device, MOVABLE):
-        kept = x.clone()
+        before = x.clone()
         gathered = transport.all_gather(x).wait()
         expected = torch.stack([make(rank) for rank in range(transport.size)])
         require_equal(transport, gathered, expected, f"all_gather of {describe(x)}")
-        require_equal(transport, x, kept, "all_gather leaves its input alone")
+        require_equal(transport, x, before, "all_gather leaves its input alone")
 
 
 def gather_fills_the_output_it_was_given(transport: Transport, device: str) -> None:
@@ -51,14 +68,14 @@ def gather_fills_the_output_it_was_given(transport: Transport, device: str) -> N
 
 
 def large_gathers_may_be_under_way_together(transport: Transport, device: str) -> None:
-    """As long as what travels by other ways than small messages do, of odd lengths, waited for last to first."""
+    """Of lengths, some odd, for which backends use other algorithms than for small ones; waited for last to first."""
     lengths = (70_001, 300_007, 131_072)
-    everybodys = [
+    inputs_of_all = [
         [numbers(rank + place, (length,), torch.uint8, device) for rank in range(transport.size)]
         for place, length in enumerate(lengths)
     ]
-    handles = [transport.all_gather(rows[transport.rank]) for rows in everybodys]
-    for rows, handle in reversed(list(zip(everybodys, handles, strict=True))):
+    handles = [transport.all_gather(rows[transport.rank]) for rows in inputs_of_all]
+    for rows, handle in reversed(list(zip(inputs_of_all, handles, strict=True))):
         require_equal(transport, handle.wait(), torch.stack(rows), f"all_gather of {rows[0].numel()} bytes")
 
 
@@ -85,8 +102,7 @@ def reduce_gives_the_same_bits_on_every_rank(transport: Transport, device: str) 
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(transport.rank)
         x = torch.randn(10_007, generator=generator).to(device, dtype)
-        everybodys = transport.all_gather(transport.all_reduce(x).wait()).wait()
-        for other in everybodys:
+        for other in transport.all_gather(transport.all_reduce(x).wait()).wait():
             require_equal(transport, other, x, f"all_reduce of {dtype} on every rank")
 
 
@@ -129,7 +145,7 @@ def send_recv_carries_messages_in_order(transport: Transport, device: str) -> No
         receives.append((transport.rank, blank(transport.rank)))
     received = transport.send_recv(sends, receives).wait()
     for got, (peer, place), number in zip(received, receives, (0, 1, None, 2), strict=False):
-        require(transport, got is place, "exchange fills the tensors it was given")
+        require(transport, got is place, "send_recv fills the tensors it was given")
         if number is not None:
             require_equal(transport, got, message(peer, number), f"message {number} from rank {peer}")
 
@@ -236,7 +252,7 @@ TRANSPORT_LAWS: tuple[Callable[[Transport, str], None], ...] = (
 def inputs(
     transport: Transport, device: str, dtypes: tuple[torch.dtype, ...]
 ) -> Iterator[tuple[Tensor, Callable[[int], Tensor]]]:
-    """A tensor of this rank every dtype and shape, plain and with gaps in memory, and a maker of every rank's."""
+    """Yield a tensor of this rank for each dtype and shape, contiguous and not, and what makes any rank's."""
     for dtype in dtypes:
         for shape in SHAPES:
 
@@ -248,7 +264,7 @@ def inputs(
 
 
 def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Whole numbers from 0 to 7 that differ between ranks: 16 such are summed exactly even by bfloat16 and int8."""
+    """Return whole numbers from 0 to 7 that differ between ranks: even bfloat16 and int8 add 16 of them exactly."""
     count = int(torch.Size(shape).numel())
     return ((torch.arange(count, device=device) * 3 + rank * 5 + 1) % 8).reshape(shape).to(dtype)
 
@@ -256,13 +272,6 @@ def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) 
 def exact_sum(tensors: list[Tensor]) -> Tensor:
     total = torch.stack([x.to(torch.float64) for x in tensors]).sum(dim=0)
     return total.to(tensors[0].dtype)
-
-
-def with_gaps(x: Tensor) -> Tensor:
-    """The same numbers, every second element of a larger memory."""
-    spread = torch.zeros((*x.shape, 2), dtype=x.dtype, device=x.device)[..., 1]
-    spread.copy_(x)
-    return spread
 
 
 def describe(x: Tensor) -> str:

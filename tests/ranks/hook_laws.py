@@ -23,7 +23,7 @@ from torch.optim import SGD
 
 import flexcomm
 from flexcomm import InvalidArgumentError, NonFiniteError, TopologyError, World
-from flexcomm.testing.expected import require_same_everywhere
+from flexcomm.testing.syncs import require_same_everywhere
 from flexdemo import FlexDeMo, FlexDeMoAdamW, attach_to_ddp, attach_to_fsdp
 from flexdemo.parameters import local
 

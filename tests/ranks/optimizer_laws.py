@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import flexcomm
 from flexcomm import ConfigMismatchError, InvalidArgumentError, InvalidTensorError, NonFiniteError, World
-from flexcomm.testing.expected import require_same_everywhere
+from flexcomm.testing.syncs import require_same_everywhere
 from flexdemo import DistributedOptimizer, FlexDeMo, FlexDeMoAdamW, OuterOptimizer
 from flexdemo.base import NodeOptimizer
 from tests.naive_demo import CLOSEST, ROUNDING, NaiveDemo

@@ -13,8 +13,7 @@ import torch
 
 import flexcomm
 from flexcomm.testing import CALL_LAWS, SYNC_LAWS
-from flexcomm.testing.expected import require_same_everywhere
-from flexcomm.testing.syncs import everything_sent_is_the_mean
+from flexcomm.testing.syncs import everything_sent_is_the_mean, require_same_everywhere
 from tests.ranks.shapes import ALWAYS, SHAPES, Shape
 
 if TYPE_CHECKING:
