@@ -1,8 +1,8 @@
 """A transport over MPI, through mpi4py's buffer calls.
 
-Host memory is handed to MPI as it is. Device memory too where the MPI is CUDA-aware, else through pinned host memory;
-MPI knows no streams, so the current one is synchronised first either way. bfloat16 and float16, which MPI has no word
-for, are summed by an operation of our own.
+Host memory is handed to MPI as it is. So is device memory that is only moved, where the MPI is GPU-aware; else, and in
+verbs that add, it goes through pinned host memory. MPI knows no streams, so the current one is synchronised first
+either way. bfloat16 and float16, which MPI has no type for, are summed by an operation of our own.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ class MPITransport(BufferTransport):
         self._closed = True
         self._comm.Free()
 
-    def _reaches(self, x: Tensor) -> bool:
-        return x.is_cpu or mpi_is_gpu_aware()
+    def _reaches(self, x: Tensor, *, summed: bool) -> bool:
+        # Open MPI's non-blocking reductions crash on device pointers even if it is GPU-aware, and `sum_of` adds on the
+        # host: device tensors are summed in host memory.
+        return x.is_cpu or (not summed and mpi_is_gpu_aware())
 
     def _start_all_gather(self, source: Tensor, buffer: Tensor) -> Request:
         if self.size > _PAIR and source.nbytes >= _SHORTEST_IN_A_RING:
@@ -140,7 +142,7 @@ def once(start: Callable[[], MPI.Request | list[MPI.Request]]) -> Iterator[list[
 
 
 def moved(flat: Tensor, parts: int = 1) -> BufferSpec:
-    """``flat`` as a buffer that is only moved: counted in the widest unit that divides one of its ``parts``.
+    """Return ``flat`` as a buffer that is only moved: counted in the widest unit that divides one of its ``parts``.
 
     Both ends derive the unit from the same size, and wide units keep the counts of large tensors within a C int.
     """
@@ -150,13 +152,13 @@ def moved(flat: Tensor, parts: int = 1) -> BufferSpec:
 
 
 def moved_part(flat: Tensor) -> BufferSpec:
-    """``flat`` as one of the parts that :func:`moved_parts` receives: in units of its element, whatever its length."""
+    """Return ``flat`` as one of the parts that :func:`moved_parts` receives, counted in units of its element."""
     buffer, counts, datatype = moved_parts(flat, [flat.numel()])
     return buffer, counts[0], datatype
 
 
 def moved_parts(flat: Tensor, counts: Sequence[int]) -> tuple[MPI.buffer, list[int], MPI.Datatype]:
-    """``flat`` as consecutive parts of ``counts`` elements each."""
+    """Return ``flat`` as consecutive parts of ``counts`` elements each."""
     width = min(8, flat.element_size())
     scale = flat.element_size() // width
     checked_count(sum(counts) * scale, flat)
@@ -164,7 +166,7 @@ def moved_parts(flat: Tensor, counts: Sequence[int]) -> tuple[MPI.buffer, list[i
 
 
 def summed(flat: Tensor, parts: int = 1) -> BufferSpec:
-    """``flat`` as a buffer of numbers, for verbs that add."""
+    """Return ``flat`` as a buffer of numbers, for verbs that add."""
     return memory(flat), checked_count(flat.numel() // parts, flat), number(flat.dtype)
 
 
@@ -215,7 +217,7 @@ def number(dtype: torch.dtype) -> MPI.Datatype:
 
 @cache
 def sum_of(dtype: torch.dtype) -> MPI.Op:
-    """The operation that adds ``dtype``; 16-bit floats travel as 16-bit integers and are added here."""
+    """Return the operation that adds ``dtype``; 16-bit floats travel as 16-bit integers and are added here."""
     from mpi4py import MPI
 
     if dtype not in (torch.bfloat16, torch.float16):
@@ -234,7 +236,6 @@ sent = torch.arange(1024, dtype=torch.int32, device=sys.argv[1])
 received = torch.zeros_like(sent)
 torch.accelerator.synchronize()
 buffer = lambda x: [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.INT32_T]
-MPI.COMM_SELF.Allreduce(buffer(sent), buffer(received), MPI.SUM)
 MPI.COMM_SELF.Sendrecv(buffer(sent), 0, recvbuf=buffer(received), source=0)
 raise SystemExit(0 if torch.equal(sent, received) else 1)
 """

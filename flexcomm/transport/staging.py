@@ -73,7 +73,7 @@ class BufferTransport(ABC):
 
     def all_reduce(self, x: Tensor) -> Operation[Tensor]:
         check_reducible(x)
-        place = self._place_filled(x)
+        place = self._place_filled(x, summed=True)
         return Operation("all_reduce", self, self._start_all_reduce(place.buffer), place.deliver, place)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
@@ -84,8 +84,8 @@ class BufferTransport(ABC):
                 f"the group. Pass x.view({self.size}, -1), padded if need be."
             )
         out = checked_output("reduce_scatter", x, tuple(x.shape[1:]), out)
-        place = self._place_for(out)
-        source = self._source_apart(x, place)
+        place = self._place_for(out, summed=True)
+        source = self._source_apart(x, place, summed=True)
         request = self._start_reduce_scatter(source, place.buffer)
         return Operation("reduce_scatter", self, request, place.deliver, (source, place))
 
@@ -116,8 +116,8 @@ class BufferTransport(ABC):
         return Operation("barrier", self, self._start_barrier(), lambda: None)
 
     @abstractmethod
-    def _reaches(self, x: Tensor) -> bool:
-        """Return whether the backend may be handed the memory of ``x`` itself."""
+    def _reaches(self, x: Tensor, *, summed: bool) -> bool:
+        """Return whether the backend may be handed the memory of ``x`` itself, to be added or only moved."""
 
     @abstractmethod
     def _start_all_gather(self, source: Tensor, buffer: Tensor) -> Request: ...
@@ -146,39 +146,39 @@ class BufferTransport(ABC):
         if self._closed:
             raise TransportError(f"{self}: this world is closed. Connect again, or close it later.")
 
-    def _source(self, x: Tensor) -> Tensor:
+    def _source(self, x: Tensor, *, summed: bool = False) -> Tensor:
         """Return ``x`` flat and contiguous; on the host, complete, where the backend does not reach ``x`` itself."""
         check_plain(x)
         # A conjugate or negative view holds other bytes than its numbers say.
         flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
-        if self._reaches(x):
+        if self._reaches(x, summed=summed):
             return flat.contiguous()
         staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=may_pin_for(x)).copy_(flat, non_blocking=True)
         synchronize_stream(x.device)
         return staged
 
-    def _source_apart(self, x: Tensor, place: StagingBuffer) -> Tensor:
+    def _source_apart(self, x: Tensor, place: StagingBuffer, *, summed: bool = False) -> Tensor:
         """Do as ``_source``, in other memory than ``place``: backends differ on inputs that are part of the output."""
-        source = self._source(x)
+        source = self._source(x, summed=summed)
         start, end = source.data_ptr(), source.data_ptr() + source.nbytes
         other_start, other_end = place.buffer.data_ptr(), place.buffer.data_ptr() + place.buffer.nbytes
         overlaps = source.device == place.buffer.device and start < other_end and other_start < end
         return source.clone() if overlaps else source
 
-    def _place_for(self, target: Tensor) -> StagingBuffer:
+    def _place_for(self, target: Tensor, *, summed: bool = False) -> StagingBuffer:
         """Return a flat contiguous buffer for ``target``: its own memory where that is possible."""
         check_writable(target)
-        in_reach = self._reaches(target)
+        in_reach = self._reaches(target, summed=summed)
         if in_reach and target.is_contiguous():
             return StagingBuffer(target.detach().view(-1), target)
         device = target.device if in_reach else torch.device("cpu")
         pinned = not in_reach and may_pin_for(target)
         return StagingBuffer(torch.empty(target.numel(), dtype=target.dtype, device=device, pin_memory=pinned), target)
 
-    def _place_filled(self, target: Tensor) -> StagingBuffer:
+    def _place_filled(self, target: Tensor, *, summed: bool = False) -> StagingBuffer:
         """Return a buffer that holds what ``target`` holds, for verbs that work in place."""
         check_writable(target)
-        return StagingBuffer(self._source(target), target)
+        return StagingBuffer(self._source(target, summed=summed), target)
 
 
 class StagingBuffer(NamedTuple):

@@ -48,7 +48,8 @@ class TorchTransport(BufferTransport):
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _reaches(self, x: Tensor) -> bool:
+    def _reaches(self, x: Tensor, *, summed: bool) -> bool:
+        del summed
         is_native = x.device.type == self._device_type
         if self._device_type != HOST.name and not is_native:
             raise InvalidTensorError(
