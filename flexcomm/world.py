@@ -336,6 +336,12 @@ def connect_mesh(
         intra: the axis inside a node.
         timeout_s: no wait on this world blocks longer.
 
+    Raises:
+        ConfigMismatchError: ranks passed different arguments, or meshes.
+        InvalidArgumentError: ``timeout_s`` is not a positive number.
+        TopologyError: the mesh has other axes, or this rank is not in it.
+        TransportUnavailableError: the ranks could not be joined in time.
+
     Example::
 
         mesh = init_device_mesh(device_type, (nodes, local), mesh_dim_names=("replicate", "shard"))

@@ -1,8 +1,4 @@
-"""Links of a chosen rate in software: what crosses nodes takes its bytes / rate, on one host and without root.
-
-    with flexcomm.connect(ranks_per_node=2) as world:
-        world = flexcomm.testing.pace(world, rate_bits_per_s=20e6)
-        ...  # hierarchical_sync, optimizers, mixing: all as over links of 20 Mbit/s
+"""Links of a chosen rate in software, on one host and without root. docs/transports.md says what they leave out.
 
 [Note: the model] Each node has one full-duplex link to a switch that never blocks. An operation sends and receives, on
 each of the P ranks of its group,
@@ -18,12 +14,6 @@ each of the P ranks of its group,
 and is through when its bytes have passed at the link's rate, in each direction behind all that this rank started
 before. The ranks of a node share its link evenly. The time passes while Python computes; what really moves the data
 (gloo, MPI) does so meanwhile, at full speed.
-
-Not in the model: latency, headers, congestion in the switch, ranks of a node that leave their share to the others. A
-rank that comes to a collective late holds its peers up until its data is really there, but not for its time on the
-link: that shortens the waits of who sends much, not of who sends little. What does not go through the world's
-transports, such as the process groups of DDP and FSDP, is not paced. ``bench cluster`` limits real network interfaces
-instead; that takes root.
 """
 
 from __future__ import annotations
@@ -61,6 +51,12 @@ def pace(world: World, *, rate_bits_per_s: float) -> World:
     Raises:
         InvalidArgumentError: the rate is not a positive number.
         ConfigMismatchError: ranks gave different rates.
+
+    Example::
+
+        with flexcomm.connect(ranks_per_node=2) as world:
+            world = flexcomm.testing.pace(world, rate_bits_per_s=20e6)
+            ...  # hierarchical_sync, optimizers, mixing: all as over links of 20 Mbit/s
 
     """
     if not 0 < rate_bits_per_s < float("inf"):
