@@ -52,7 +52,7 @@ class SyncRecord:
 
     @property
     def compression(self) -> float:
-        """How many times longer tensors are than what is sent of them."""
+        """The length of the tensors divided by that of their payloads."""
         return self.dense_bytes / self.payload_bytes if self.payload_bytes else 1.0
 
     def add(self, other: SyncRecord) -> None:

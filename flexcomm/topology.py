@@ -73,7 +73,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a launcher told one rank about itself; ``None`` where it told nothing."""
+    """The place of one rank, as its launcher announced it; ``None`` where it announced nothing."""
 
     launcher: str
     rank: int = 0

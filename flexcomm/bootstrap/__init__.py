@@ -1,1 +1,1 @@
-"""How the ranks of a job find, join and compare each other, and what happens when one of them fails."""
+"""Connecting: the ranks of a job find each other, make groups, compare settings, and report those that fail."""

@@ -28,7 +28,7 @@ __all__ = ["ConsistencyCheck"]
 DIGEST_BYTES = 32
 MOST_FIELDS = 1 << 16
 REPORT_BYTES = 1 << 16
-"""What a rank tells of its settings at most, so that no rank allocates what another one asks for."""
+"""The longest report of a rank's settings, so that no rank allocates what another one asks for."""
 VALUE_CHARACTERS = 200
 ABSENT = "(not set)"
 
@@ -36,7 +36,7 @@ Settings = dict[str, str]
 
 
 class ConsistencyCheck:
-    """What the ranks of ``transport`` have agreed on so far."""
+    """Compares settings among the ranks of ``transport``, and remembers what they agreed on."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -59,7 +59,7 @@ class ConsistencyCheck:
         raise ConfigMismatchError(describe(self._differences_of_all_ranks(settings)))
 
     def _differences_of_all_ranks(self, settings: Settings) -> list[Settings]:
-        """What each rank says on the fields that differ. All ranks come here together: all saw the same digests."""
+        """Return the differing fields of each rank. All ranks call it together: all saw the same digests."""
         fingerprints = {fingerprint(item): item for item in list(settings.items())[:MOST_FIELDS]}
         tables = self._gather(torch.tensor(list(fingerprints), dtype=torch.int64), MOST_FIELDS)
         shared = set.intersection(*(set(table.tolist()) for table in tables))
@@ -68,7 +68,7 @@ class ConsistencyCheck:
         return [decode_report(row) for row in self._gather(report, REPORT_BYTES)]
 
     def _gather(self, x: Tensor, most: int) -> tuple[Tensor, ...]:
-        """Every rank's ``x``, of unequal lengths; nobody may claim more than ``most``."""
+        """Return every rank's ``x``, of unequal lengths; raise if one is longer than ``most``."""
         counts = self._transport.all_gather(torch.tensor(x.numel())).wait().tolist()
         if not all(0 <= count <= most for count in counts):
             raise ConfigMismatchError(
@@ -89,7 +89,7 @@ def digest_of(settings: Settings) -> bytes:
 
 
 def encode_report(settings: Settings) -> bytes:
-    """``settings`` as JSON of at most ``REPORT_BYTES``: long values cut and marked with their digest."""
+    """Return ``settings`` as JSON of at most ``REPORT_BYTES``: long values cut and marked with their digest."""
     shortened = {name: shorten(value) for name, value in settings.items()}
     text = json.dumps(shortened).encode()
     while len(text) > REPORT_BYTES:
@@ -116,21 +116,17 @@ def decode_report(row: Tensor) -> Settings:
     return {str(name): str(value) for name, value in report.items()}
 
 
-def describe(everybodys: Sequence[Settings]) -> str:
-    names = list(dict.fromkeys(name for settings in everybodys for name in settings))
-    values = {name: [settings.get(name, ABSENT) for settings in everybodys] for name in names}
-    differing = {name: by_rank for name, by_rank in values.items() if len(set(by_rank)) > 1}
-    lines = [f"  {name}: {who_says_what(by_rank)}" for name, by_rank in differing.items()]
-    return "\n".join(
-        ["ranks disagree on what must be equal, so no data was moved:", *lines, "Make them equal on every rank."]
-    )
-
-
-def who_says_what(by_rank: Sequence[str]) -> str:
-    ranks_by_value: dict[str, list[int]] = {}
-    for rank, value in enumerate(by_rank):
-        ranks_by_value.setdefault(value, []).append(rank)
-    return "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+def describe(settings_of_ranks: Sequence[Settings]) -> str:
+    """Return the message that says which ranks have which value of every field that differs."""
+    lines = ["ranks disagree on what must be equal, so no data was moved:"]
+    for name in dict.fromkeys(name for settings in settings_of_ranks for name in settings):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, settings in enumerate(settings_of_ranks):
+            ranks_by_value.setdefault(settings.get(name, ABSENT), []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+            lines.append(f"  {name}: {values}")
+    return "\n".join([*lines, "Make them equal on every rank."])
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

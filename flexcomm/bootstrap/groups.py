@@ -30,7 +30,7 @@ TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 _BACKENDS = tuple(kind.backend for kind in KINDS.values() if kind.backend is not None)
 
 _users_of_default_group = 0
-"""How many worlds use the default process group that this library started; the last one destroys it."""
+"""The number of worlds that use the default process group that this library started; the last one destroys it."""
 
 
 def check_transport(leg: str, kind: TransportName | Transport) -> None:

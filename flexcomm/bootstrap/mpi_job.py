@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["abort_job_if_mpi_is_started", "barrier_with_timeout", "join_mpi_job", "place_in_shared_memory"]
 
 FORWARDING_S = 0.5
-"""What the launcher gets to forward the traceback. MPICH's drops what it has not forwarded when a rank aborts."""
+"""Time for the launcher to forward the traceback. MPICH's drops what it has not forwarded when a rank aborts."""
 
 _hook_is_installed = False
 

@@ -242,7 +242,7 @@ raise SystemExit(0 if torch.equal(sent, received) else 1)
 PROBE_TIMEOUT_S = 60.0
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYD", "MPI_LOCAL", "SLURM_")
 CHOICE_PREFIXES = ("OMPI_ALLOW_", "PRTE_ALLOW_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_opal_cuda")
-"""What people set to choose how Open MPI moves data; the rest of ``OMPI_MCA_*`` is the launcher's own state."""
+"""Variables by which people choose how Open MPI moves data; the rest of ``OMPI_MCA_*`` is the launcher's own state."""
 
 
 @cache

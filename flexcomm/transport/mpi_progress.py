@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from functools import cache
 from typing import TYPE_CHECKING
 
 from flexcomm.errors import TransportError
@@ -23,13 +24,11 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-    Link = tuple[Iterator[list[MPI.Request]], list[MPI.Request]]
-
-__all__ = ["MPIRequest", "start_request"]
+__all__ = ["MPIRequest", "start_request", "threads_are_free"]
 
 TEST_INTERVAL_S = 0.0005
 SPIN_S = 0.002
-"""How long a waiting rank only gives way between tests; then it sleeps a tenth of the time it has waited."""
+"""A rank that waits only yields between its tests for so long; then it sleeps a tenth of the time it has waited."""
 
 log = logging.getLogger(__name__)
 
@@ -74,19 +73,19 @@ class MPIRequest:
 
     def _test(self) -> None:
         try:
-            self._chains = [(chain, links) for chain, links in map(self._advance, self._chains) if links]
+            advanced = [(chain, self._advance(chain, requests)) for chain, requests in self._chains]
+            self._chains = [(chain, requests) for chain, requests in advanced if requests]
             self._finished = self._finished or not self._chains
         except self._mpi.Exception as error:
             self._finished = True
             self._error = TransportError(f"{self._where} failed: {error.Get_error_string()}")
             self._error.__cause__ = error
 
-    def _advance(self, link: Link) -> Link:
-        """Return what a chain waits for now; nothing, if it has come to its end."""
-        chain, requests = link
+    def _advance(self, chain: Iterator[list[MPI.Request]], requests: list[MPI.Request]) -> list[MPI.Request]:
+        """Return the requests that a chain waits for now; none, if it has come to its end."""
         while requests and self._mpi.Request.Testall(requests):
             requests = next(chain, [])
-        return chain, requests
+        return requests
 
 
 class ProgressThread:
@@ -123,32 +122,25 @@ class ProgressThread:
         self._thread.join(timeout=1.0)
 
 
-_thread: ProgressThread | None = None
-_granted: bool | None = None
-
-
 def start_request(chains: Sequence[Iterator[list[MPI.Request]]], where: str) -> MPIRequest:
-    """Start what the chains yield first, to progress from now on."""
+    """Start what the chains yield first; the progress thread tests it from now on, where threads may call MPI."""
     request = MPIRequest(chains, where)
     if not request.done() and threads_are_free():
         progress_thread().add(request)
     return request
 
 
+@cache
 def progress_thread() -> ProgressThread:
-    global _thread
-    if _thread is None:
-        _thread = ProgressThread()
-    return _thread
+    return ProgressThread()
 
 
+@cache
 def threads_are_free() -> bool:
-    """Whether this MPI lets several threads call it at once; says so once where it does not."""
-    global _granted
-    if _granted is None:
-        from mpi4py import MPI
+    """Return whether this MPI lets several threads call it at once; log once that it does not."""
+    from mpi4py import MPI
 
-        _granted = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        if not _granted:
-            log.warning("this MPI grants no MPI_THREAD_MULTIPLE: exchanges advance only while a rank waits for them.")
-    return _granted
+    is_granted = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    if not is_granted:
+        log.warning("this MPI grants no MPI_THREAD_MULTIPLE: exchanges advance only while a rank waits for them.")
+    return is_granted

@@ -16,7 +16,7 @@ from flexcomm import testing
 from flexcomm.bootstrap.mpi_job import barrier_with_timeout
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError, TransportError
 from flexcomm.transport import LoopbackTransport, MPITransport
-from flexcomm.transport import mpi as mpi_transport
+from flexcomm.transport import mpi as mpi_module
 
 pytestmark = pytest.mark.mpi
 
@@ -84,8 +84,8 @@ def test_a_closed_world_refuses_and_does_not_crash(world: flexcomm.World) -> Non
 
 
 def test_a_count_this_mpi_cannot_express_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_transport, "LARGEST_COUNT", 10)
-    monkeypatch.setattr(mpi_transport, "counts_are_large", lambda: False)
+    monkeypatch.setattr(mpi_module, "LARGEST_COUNT", 10)
+    monkeypatch.setattr(mpi_module, "counts_are_large", lambda: False)
     transport = MPITransport(MPI.COMM_SELF, timeout_s=5)
     with pytest.raises(InvalidTensorError, match=r"11 elements needs a count of 11, .*counts to 10"):
         transport.all_reduce(torch.ones(11))
@@ -96,7 +96,7 @@ def test_a_count_this_mpi_cannot_express_is_refused_by_name(monkeypatch: pytest.
 
 
 def test_device_memory_is_handed_over_to_be_moved_but_never_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_transport, "mpi_is_gpu_aware", lambda: True)
+    monkeypatch.setattr(mpi_module, "mpi_is_gpu_aware", lambda: True)
     transport, on_a_device = MPITransport(MPI.COMM_SELF, timeout_s=5), SimpleNamespace(is_cpu=False)
     assert transport._reaches(on_a_device, summed=False)
     assert not transport._reaches(on_a_device, summed=True)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import flexcomm
-from flexcomm import world as world_room
+from flexcomm import world as world_module
 from flexcomm.errors import ConfigMismatchError, TopologyError
 from flexcomm.topology import read_launcher
 
@@ -53,7 +53,7 @@ def test_mpi_is_not_asked_where_the_launcher_told(world: flexcomm.World, monkeyp
     def forbidden(_: object) -> tuple[int, int, int]:
         raise AssertionError("Split_type was called though the launcher announced local ranks")
 
-    monkeypatch.setattr(world_room, "place_in_shared_memory", forbidden)
+    monkeypatch.setattr(world_module, "place_in_shared_memory", forbidden)
     with flexcomm.connect(timeout_s=30) as other:
         assert other.topology == world.topology
 
@@ -69,6 +69,6 @@ def test_a_disagreement_is_named_on_every_rank(world: flexcomm.World) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_an_mpi_that_is_not_the_launchers_is_refused(world: flexcomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     rank_info = read_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "99"})
-    monkeypatch.setattr(world_room, "read_rank_info", lambda: rank_info)
+    monkeypatch.setattr(world_module, "read_rank_info", lambda: rank_info)
     with pytest.raises(TopologyError, match=rf"rank 0 of 99, but the MPI .* of {world.topology.size}"):
         flexcomm.connect(timeout_s=30)

@@ -33,7 +33,7 @@ def test_a_process_without_a_launcher_is_a_world_of_one(monkeypatch: pytest.Monk
         world.agree({"anything": 1})
 
 
-def test_a_cable_that_cannot_be_had_is_refused_by_name() -> None:
+def test_a_transport_that_cannot_be_had_is_refused_by_name() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has NCCL")
     with pytest.raises(flexcomm.TransportUnavailableError, match="nccl needs a CUDA device"):
