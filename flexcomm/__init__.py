@@ -35,8 +35,7 @@ from flexcomm.errors import (
     WireError,
 )
 from flexcomm.gossip.api import MixHandle, MixResult, mix, start_mix
-from flexcomm.gossip.compressed import MixResiduals
-from flexcomm.gossip.push_sum import PushSum
+from flexcomm.gossip.state import MixResiduals, PushSum
 from flexcomm.kernels import Average, TensorPlan
 from flexcomm.sync import (
     BUCKET_BYTES,

@@ -6,25 +6,27 @@ ranks of a node.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from flexcomm.bootstrap.hang_report import explain_timeout
 from flexcomm.codec import check_numbers
-from flexcomm.errors import InvalidTensorError
-from flexcomm.gossip.mix import MixCall
-from flexcomm.gossip.plan import plan_for
+from flexcomm.errors import DeadlineExceededError, InvalidTensorError
+from flexcomm.gossip.mix import MessageHeader, MixContext, flatten, mix_bucket
+from flexcomm.gossip.plan import MixSettings, plan_for, round_of
+from flexcomm.stats import SyncRecord
+from flexcomm.sync.engine import BucketTask
 from flexcomm.world import default_world
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flexcomm.compress import Compressor
-    from flexcomm.gossip.compressed import MixResiduals
-    from flexcomm.gossip.push_sum import PushSum
     from flexcomm.gossip.schedule import ScheduleLike
-    from flexcomm.stats import SyncRecord
+    from flexcomm.gossip.state import MixResiduals, PushSum
     from flexcomm.world import World
 
 __all__ = ["MixHandle", "MixResult", "mix", "plan_mix", "start_mix"]
@@ -133,22 +135,35 @@ def start_mix(
     world = world or default_world()
     single = isinstance(tensors, Tensor)
     xs = cast("list[Tensor]", [tensors] if single else list(tensors))
-    plan = plan_for(
-        world,
-        xs,
-        schedule,
-        sharded=sharded,
-        gamma=gamma,
-        compressor=compressor,
-        communicator=communicator,
-        has_push_sum=push_sum is not None,
-        has_residuals=residuals is not None,
-    )
+    settings = MixSettings(sharded, gamma, compressor, communicator, push_sum is not None, residuals is not None)
+    plan = plan_for(world, xs, schedule, settings)
     check_numbers(step, 0)
     outputs = _outputs_for(xs, out)
-    call = MixCall(world, plan, [x.detach() for x in xs], outputs, step, push_sum, residuals)
-    call.start(schedule.phase(step))
-    return MixHandle(call, cast("T", outputs[0] if single else outputs))
+    if residuals is not None:
+        residuals.claim()
+    node, buffers = world.topology.node, plan.pool.take()
+    round_ = round_of(schedule.phase(step), node)
+    # Nodes without a peer count, too: the headers of all nodes carry the number of the call.
+    sequence = 0 if plan.threads is None else plan.threads.next_sequence()
+    ctx = MixContext(
+        plan=plan,
+        x=flatten([x.detach() for x in xs], plan, buffers),
+        outputs=outputs,
+        node=node,
+        # Compressed payloads cannot be added on the way.
+        round=round_ if compressor is None else round_.without_group(node),
+        header=MessageHeader(plan.digest, step, sequence, 1.0 if push_sum is None else push_sum.weight),
+        push_sum=push_sum,
+        residuals=residuals,
+        buffers=buffers,
+        record=SyncRecord(syncs=1, dense_bytes=plan.numel * plan.dtype.itemsize),
+    )
+    task = BucketTask(ctx, mix_bucket(ctx), threading.Event())
+    if plan.threads is None or (round_.is_idle and plan.ranks == 1):
+        task.resume(None)  # It sends nothing, and waits for no mix that does.
+    else:
+        plan.threads.submit(task)
+    return MixHandle(world, task, cast("T", outputs[0] if single else outputs))
 
 
 def plan_mix(
@@ -180,46 +195,62 @@ def plan_mix(
         communicator: names the process groups.
 
     """
-    plan_for(
-        world or default_world(),
-        tensors,
-        schedule,
-        sharded=sharded,
-        gamma=gamma,
-        compressor=compressor,
-        communicator=communicator,
-        has_push_sum=has_push_sum,
-        has_residuals=has_residuals,
-    )
+    settings = MixSettings(sharded, gamma, compressor, communicator, has_push_sum, has_residuals)
+    plan_for(world or default_world(), tensors, schedule, settings)
 
 
 class MixHandle(Generic[T]):
     """A mix under way. Handles may be waited for in any order."""
 
-    def __init__(self, call: MixCall, result: T) -> None:
-        self._call = call
+    def __init__(self, world: World, task: BucketTask[MixContext], result: T) -> None:
+        self._world, self._task = world, task
         self._result: T = result
+        self._is_explained = False
 
     def wait(self) -> MixResult[T]:
         """Return the mixed tensors. Further calls return them again, or raise the same error again."""
-        return MixResult(self._result, self._call.finish())
+        ctx = self._task.ctx
+        if ctx.squared_distance is None:
+            self.wait_received()
+            self._task.write_outputs()
+            self._unclaim()
+            self._world.add_stats(ctx.record, step=ctx.header.step)
+            ctx.plan.pool.give_back(ctx.buffers)
+        assert ctx.squared_distance is not None, "outputs are written"  # noqa: S101  (our own invariant)
+        return MixResult(self._result, ctx.squared_distance)
 
     def wait_received(self) -> None:
         """Return when all messages were received and the inputs are no longer read. Outputs are written by `wait`."""
-        self._call.wait_received()
+        task, threads = self._task, self._task.ctx.plan.threads
+        with task.ctx.record.time("waiting"):
+            task.wait_done()
+        if task.failure is not None:
+            self._unclaim()
+            if isinstance(task.failure, DeadlineExceededError) and not self._is_explained:
+                task.failure = explain_timeout(self._world, task.failure, task.ctx.header.sequence)
+                self._is_explained = True
+            raise task.failure
+        if threads is not None:
+            threads.order_current_stream()
 
     def cancel(self) -> None:
         """Wait for the messages and ignore them: tensors, residuals and push-sum weight do not change."""
-        self._call.cancel()
+        # Peers count on their messages being received.
+        self.wait_received()
+        self._unclaim()
 
     def done(self) -> bool:
         """Return whether all messages were received, so that ``wait`` does not block."""
-        return self._call.has_received()
+        return self._task.is_done
 
     @property
     def record(self) -> SyncRecord:
         """The bytes and seconds of this mix so far."""
-        return self._call.record
+        return self._task.ctx.record
+
+    def _unclaim(self) -> None:
+        if self._task.ctx.residuals is not None:
+            self._task.ctx.residuals.unclaim()
 
 
 def _outputs_for(tensors: list[Tensor], out: Tensor | Sequence[Tensor] | None) -> list[Tensor]:

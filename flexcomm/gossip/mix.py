@@ -7,34 +7,59 @@ the node already, so only the leg between nodes is left.
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flexcomm.errors import FlexcommError, SyncError, TransportError
-from flexcomm.gossip.compressed import send_recv_changes
-from flexcomm.gossip.messages import HEADER_NBYTES, MessageHeader, send_recv_messages
-from flexcomm.gossip.plan import round_of
-from flexcomm.gossip.worker import comm_thread_of
-from flexcomm.stats import SyncRecord
+from flexcomm.codec import Decoder, Encoder, regions_of
+from flexcomm.errors import ConfigMismatchError, FlexcommError, NonFiniteError, SyncError
+from flexcomm.sync.algorithms import Collective
+from flexcomm.sync.bucket import VERIFIED
 from flexcomm.sync.plan import sum_dtype
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from collections.abc import Generator, Sequence
 
     from torch import Tensor
 
-    from flexcomm.gossip.compressed import MixResiduals
-    from flexcomm.gossip.phase import Phase
     from flexcomm.gossip.plan import MixPlan, Round
-    from flexcomm.gossip.push_sum import PushSum
+    from flexcomm.gossip.state import MixResiduals, PushSum
+    from flexcomm.kernels import BufferPlan
+    from flexcomm.stats import SyncRecord
+    from flexcomm.sync.algorithms import Leg, Steps
+    from flexcomm.sync.bucket import Verified
     from flexcomm.sync.buffers import Buffers
-    from flexcomm.transport import Transport
-    from flexcomm.world import World
 
-__all__ = ["MixCall", "MixContext", "WeightedSum", "mix_bucket"]
+    Messages = Sequence[tuple[int, Tensor]]
+
+__all__ = ["MessageHeader", "MixContext", "flatten", "mix_bucket"]
+
+
+@dataclass(eq=False)
+class MixContext:
+    """One mix under way, and everything its path needs. This is node ``node``."""
+
+    plan: MixPlan
+    x: Tensor
+    """All elements of the bucket, flat."""
+    outputs: list[Tensor]
+    node: int
+    round: Round
+    header: MessageHeader
+    push_sum: PushSum | None
+    residuals: MixResiduals | None
+    buffers: Buffers
+    record: SyncRecord
+    squared_distance: Tensor | None = None
+    """By how far the outputs are from the tensors, once they are written."""
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat buffer; groups differ from phase to phase, so one name may stand for several lengths."""
+        return _flat_buffer(self.buffers, name, numel, dtype)
 
 
 class WeightedSum(NamedTuple):
@@ -49,72 +74,61 @@ class WeightedSum(NamedTuple):
     push_weight: float
 
 
-@dataclass(eq=False)
-class MixContext:
-    """One mix under way, and everything its path needs."""
-
-    plan: MixPlan
-    round: Round
-    header: MessageHeader
-    intra: Transport
-    inter: Transport
-    buffers: Buffers
-    record: SyncRecord
-    has_push_sum: bool
-    residuals: MixResiduals | None
-
-    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat buffer; groups differ from phase to phase, so one name may stand for several lengths."""
-        return _flat_buffer(self.buffers, name, numel, dtype)
-
-    def count_messages(self, sent: int, received: int, nbytes: int) -> None:
-        """Count messages with payloads of ``nbytes``."""
-        self.record.count("inter", sent * (nbytes + HEADER_NBYTES), received * (nbytes + HEADER_NBYTES))
-        self.record.payload_bytes += sent * nbytes
+def mix_bucket(ctx: MixContext) -> Generator[Collective | Verified, Any, None]:
+    """Mix one bucket. Yields the collectives it needs, then ``VERIFIED``; resumed after that, it writes outputs."""
+    shard = yield from reduce_scatter_inside(ctx)
+    terms = yield from mix_on_all_ranks(ctx, shard)
+    terms = yield from all_gather_inside(ctx, shard, terms)
+    # A mix that is cancelled is not resumed: everything stays as it was.
+    yield VERIFIED
+    with torch.no_grad():
+        out = _flat_output(ctx)
+        ctx.squared_distance = ctx.plan.kernels.mix_(ctx.x, terms.self_weight, terms.others, terms.weights, out)
+        _unflatten(out, ctx.outputs)
+    if ctx.residuals is not None:
+        ctx.residuals.commit()
+    if ctx.push_sum is not None:
+        ctx.push_sum.weight = terms.push_weight
 
 
-def mix_bucket(ctx: MixContext, x: Tensor) -> WeightedSum:
-    """Return the weighted sum that replaces the flat bucket ``x``. Writes neither ``x`` nor any output."""
-    if not ctx.plan.averages_inside:
-        return mix_between_nodes(ctx, x)
-    shard = reduce_scatter_inside(ctx, x)
-    terms = _mix_on_all_ranks(ctx, shard)
-    ctx.plan.kernels.mix_(shard, terms.self_weight, terms.others, terms.weights, shard)
-    mixed = all_gather_inside(ctx, shard)
-    return WeightedSum(0.0, [mixed[: x.numel()]], [1.0], terms.push_weight)
-
-
-def reduce_scatter_inside(ctx: MixContext, x: Tensor) -> Tensor:
+def reduce_scatter_inside(ctx: MixContext) -> Steps[Tensor]:
     """Return this rank's shard of the average over the ranks of this node."""
-    ranks, numel, dtype = ctx.intra.size, -(-x.numel() // ctx.intra.size), sum_dtype(x.dtype)
+    x, ranks = ctx.x, ctx.plan.ranks
+    if ranks == 1:
+        return x
+    numel, dtype = -(-x.numel() // ranks), sum_dtype(x.dtype)
     # Zeros, because nothing is copied behind the end of x, and compressors read the whole shard.
     rows = ctx.buffers.get("rows", lambda: ctx.buffers.allocate(ranks * numel, dtype=dtype).zero_())
     rows[: x.numel()] = x
     total = ctx.buffer("sum", numel, dtype)
-    ctx.record.count("intra", (ranks - 1) * total.nbytes, (ranks - 1) * total.nbytes)
-    ctx.intra.reduce_scatter(rows.view(ranks, numel), total).wait()
+    moved = (ranks - 1) * total.nbytes
+    yield Collective("reduce_inside", methodcaller("reduce_scatter", rows.view(ranks, numel), total), moved, moved)
     return ctx.buffer("shard", numel, x.dtype).copy_(total.mul_(1.0 / ranks))
 
 
-def all_gather_inside(ctx: MixContext, shard: Tensor) -> Tensor:
-    """Return the shards of all ranks of this node, one behind the other."""
-    ranks = ctx.intra.size
-    gathered = ctx.buffer("gathered", ranks * shard.numel(), shard.dtype)
-    ctx.record.count("intra", (ranks - 1) * shard.nbytes, (ranks - 1) * shard.nbytes)
-    ctx.intra.all_gather(shard, gathered.view(ranks, shard.numel())).wait()
-    return gathered
+def all_gather_inside(ctx: MixContext, shard: Tensor, terms: WeightedSum) -> Steps[WeightedSum]:
+    """Mix this rank's shard, and gather those of all ranks of this node, which replace the bucket."""
+    ranks = ctx.plan.ranks
+    if ranks == 1:
+        return terms
+    ctx.plan.kernels.mix_(shard, terms.self_weight, terms.others, terms.weights, shard)
+    gathered, moved = ctx.buffer("gathered", ranks * shard.numel(), shard.dtype), (ranks - 1) * shard.nbytes
+    rows = gathered.view(ranks, shard.numel())
+    yield Collective("gather_inside", methodcaller("all_gather", shard, rows), moved, moved)
+    return WeightedSum(0.0, [gathered[: ctx.x.numel()]], [1.0], terms.push_weight)
 
 
-def _mix_on_all_ranks(ctx: MixContext, shard: Tensor) -> WeightedSum:
+def mix_on_all_ranks(ctx: MixContext, shard: Tensor) -> Steps[WeightedSum]:
     """Mix between nodes. If one rank of this node fails, all of them raise: the others would wait for its shard."""
+    if ctx.plan.ranks == 1:
+        return (yield from mix_between_nodes(ctx, shard))
     terms, failure = None, None
     try:
-        terms = mix_between_nodes(ctx, shard)
-    except TransportError:
-        raise
+        terms = yield from mix_between_nodes(ctx, shard)
     except FlexcommError as error:
         failure = error
-    failed = ctx.intra.all_reduce(torch.tensor([float(terms is None)], device=shard.device)).wait()
+    failed = torch.tensor([float(terms is None)], device=shard.device)
+    yield Collective("gather_inside", methodcaller("all_reduce", failed), failed.nbytes, failed.nbytes)
     if failure is not None:
         raise failure
     if terms is None or failed.item():
@@ -122,54 +136,99 @@ def _mix_on_all_ranks(ctx: MixContext, shard: Tensor) -> WeightedSum:
     return terms
 
 
-def mix_between_nodes(ctx: MixContext, x: Tensor) -> WeightedSum:
+def mix_between_nodes(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
     """Communicate with the peers of this round, and return the weighted sum that replaces ``x``."""
     if ctx.residuals is not None:
-        return mix_compressed(ctx, x, ctx.residuals)
-    return mix_group(ctx, x) if ctx.round.group else mix_with_peers(ctx, x)
+        return (yield from mix_compressed(ctx, x, ctx.residuals))
+    if ctx.round.is_idle:
+        return WeightedSum(1.0, [], [], ctx.header.push_weight)
+    return (yield from (mix_group(ctx, x) if ctx.round.group else mix_with_peers(ctx, x)))
 
 
-def mix_with_peers(ctx: MixContext, x: Tensor) -> WeightedSum:
+def mix_with_peers(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
     """Send ``x`` to each peer and receive theirs."""
     peers = ctx.round.receives_from
-    buffers = [ctx.buffer(f"from peer {number}", x.numel(), x.dtype) for number in range(len(peers))]
-    ctx.count_messages(len(ctx.round.sends_to), len(peers), x.nbytes)
-    sends = [(peer, x) for peer in ctx.round.sends_to]
-    received = send_recv_messages(ctx.inter, ctx.header, sends, list(zip(peers, buffers, strict=True)))
-    weights = [weight * push for weight, push in zip(ctx.round.weights, received.push_weights, strict=True)]
-    return _weigh(ctx, received.payloads, weights, sum(weights))
+    received = [ctx.buffer(f"from peer {number}", x.numel(), x.dtype) for number in range(len(peers))]
+    sends, receives = [(peer, x) for peer in ctx.round.sends_to], list(zip(peers, received, strict=True))
+    push_weights = yield from send_recv_messages(ctx, sends, receives)
+    weights = [weight * push for weight, push in zip(ctx.round.weights, push_weights, strict=True)]
+    return _weigh(ctx, received, weights, sum(weights))
 
 
-def mix_group(ctx: MixContext, x: Tensor) -> WeightedSum:
+def mix_group(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
     """All-reduce ``x`` over the group: a reduce-scatter, then an all-gather, both by sends and receives."""
-    group, (weight,), node = ctx.round.group, ctx.round.weights, ctx.inter.rank
+    group, (weight,), node = ctx.round.group, ctx.round.weights, ctx.node
     others = [peer for peer in group if peer != node]
     parts = dict(zip(group, torch.tensor_split(x, len(group)), strict=True))
     own = parts[node]
     buffers = {peer: ctx.buffer(f"part from {peer}", own.numel(), x.dtype) for peer in others}
-    ctx.count_messages(len(others), len(others), own.nbytes)
     sends, receives = [(peer, parts[peer]) for peer in others], [(peer, buffers[peer]) for peer in others]
-    received = send_recv_messages(ctx.inter, ctx.header, sends, receives)
-    push_weights = dict(zip(others, received.push_weights, strict=True)) | {node: ctx.header.push_weight}
+    received = yield from send_recv_messages(ctx, sends, receives)
+    push_weights = dict(zip(others, received, strict=True)) | {node: ctx.header.push_weight}
     # Group order, not arrival order: each part is added by another node, and all must add alike.
     first, *rest = [buffers.get(peer, own) for peer in group]
     weights = [weight * push_weights[peer] for peer in group]
     total = ctx.buffer("group sum", x.numel(), x.dtype)
     sums = dict(zip(group, torch.tensor_split(total, len(group)), strict=True))
     ctx.plan.kernels.mix_(first, weights[0], rest, weights[1:], sums[node])
-    ctx.count_messages(len(others), len(others), own.nbytes)
-    ctx.inter.send_recv([(peer, sums[node]) for peer in others], [(peer, sums[peer]) for peer in others]).wait()
+    yield _send_recv_payloads(ctx, [(peer, sums[node]) for peer in others], [(peer, sums[peer]) for peer in others])
     return _weigh(ctx, [total], [1.0], sum(weights))
 
 
-def mix_compressed(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> WeightedSum:
-    """Send the compressed change of ``x`` to each peer, and move ``x`` towards the sum of what peers have sent."""
-    changes = send_recv_changes(ctx, x, residuals)
-    weights = [weight * push for weight, push in zip(ctx.round.weights, changes.push_weights, strict=True)]
+def mix_compressed(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps[WeightedSum]:
+    """Send the compressed change of ``x`` to each peer, and move ``x`` towards the sum of what peers have sent.
+
+    See [Note: compressed mixing]. The next state of the residuals is computed here, and committed with the outputs.
+    """
+    round_, own, plan = ctx.round, ctx.header.push_weight, ctx.plan.buffer_plan
+    assert plan is not None, "plans with residuals have a compressor"  # noqa: S101  (our own invariant)
+    state, after = residuals.lend(x.numel(), x.device)
+    change = ctx.buffer("change", x.numel(), torch.float32)
+    torch.sub(x if own == 1.0 else x * own, state.public, out=change)
+    payload = _encode(ctx, plan, change)
+    sends = [(peer, payload) for peer in round_.sends_to]
+    receives = [
+        (peer, ctx.buffer(f"payload {number}", plan.nbytes, torch.uint8))
+        for number, peer in enumerate(round_.receives_from)
+    ]
+    push_weights = yield from send_recv_messages(ctx, sends, receives)
+    with ctx.record.time("decode"):
+        # The own payload is decoded, too: peers know what was sent, not what was meant.
+        _decode(ctx, plan, payload, ctx.node, change)
+        torch.add(state.public, change, out=after.public)
+        torch.add(state.public_sum, change, alpha=round_.self_weight, out=after.public_sum)
+        for (sender, buffer), weight in zip(receives, round_.weights, strict=True):
+            _decode(ctx, plan, buffer, sender, change)
+            after.public_sum.add_(change, alpha=weight)
+        torch.sub(after.public_sum, after.public, out=change)
+    weights = [weight * push for weight, push in zip(round_.weights, push_weights, strict=True)]
     push_weight = _push_weight_after(ctx, sum(weights))
-    return WeightedSum(
-        ctx.header.push_weight / push_weight, [changes.step], [ctx.plan.gamma / push_weight], push_weight
-    )
+    step = ctx.buffer("step", x.numel(), x.dtype).copy_(change)
+    return WeightedSum(own / push_weight, [step], [ctx.plan.gamma / push_weight], push_weight)
+
+
+def _encode(ctx: MixContext, plan: BufferPlan, change: Tensor) -> Tensor:
+    """Return the payload; if ``change`` is nonfinite, it is marked so, and all receivers raise."""
+    encoder = Encoder(plan, ctx.buffer("payload", plan.nbytes, torch.uint8), ctx.plan.kernels)
+    with ctx.record.time("encode"):
+        encoder.encode_(_split(change, plan), step=ctx.header.step, sequence=ctx.header.sequence)
+    return encoder.buffer
+
+
+def _decode(ctx: MixContext, plan: BufferPlan, payload: Tensor, sender: int, out: Tensor) -> None:
+    decoder = Decoder(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), ctx.plan.kernels)
+    if decoder.verify(step=ctx.header.step, sequence=ctx.header.sequence):
+        raise NonFiniteError(
+            f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed here. End "
+            f"the run, and lower the learning rate, or clip."
+        )
+    decoder.decode_(_split(out, plan), step=ctx.header.step, average="nodes")
+
+
+def _split(flat: Tensor, plan: BufferPlan) -> list[Tensor]:
+    """Return views of the plan's tensors, which lie one behind the other."""
+    parts = torch.split(flat, [math.prod(spec.shape) for spec in plan.specs])
+    return [part.view(spec.shape) for part, spec in zip(parts, plan.specs, strict=True)]
 
 
 def _weigh(ctx: MixContext, others: list[Tensor], weights: list[float], received: float) -> WeightedSum:
@@ -181,111 +240,79 @@ def _weigh(ctx: MixContext, others: list[Tensor], weights: list[float], received
 
 def _push_weight_after(ctx: MixContext, received: float) -> float:
     """Return this node's push-sum weight after the round; 1 without push-sum."""
-    if not ctx.has_push_sum:
+    if ctx.push_sum is None:
         return 1.0
     gamma, own = ctx.plan.gamma, ctx.header.push_weight
     return (1.0 - gamma) * own + gamma * (ctx.round.self_weight * own + received)
 
 
-class MixCall:
-    """One call under way: communicates on the comm thread, and writes its outputs when it is waited for."""
-
-    def __init__(
-        self,
-        world: World,
-        plan: MixPlan,
-        tensors: list[Tensor],
-        outputs: list[Tensor],
-        step: int,
-        push_sum: PushSum | None,
-        residuals: MixResiduals | None,
-    ) -> None:
-        self.record = SyncRecord(syncs=1, dense_bytes=plan.numel * plan.dtype.itemsize)
-        self._world, self._plan, self._outputs, self._step = world, plan, outputs, step
-        self._push_sum, self._residuals = push_sum, residuals
-        if residuals is not None:
-            residuals.claim()
-        self._buffers = plan.pool.take()
-        self._flat = _flatten(tensors, self._buffers, plan)
-        self._received: Future[WeightedSum] | None = None
-        self._squared_distance: Tensor | None = None
-
-    def start(self, phase: Phase) -> None:
-        """Submit this node's round of a phase to the comm thread."""
-        if self._world.topology.size == 1:
-            return
-        plan, thread = self._plan, comm_thread_of(self._world, self._plan.communicator)
-        # Nodes without a peer count, too: the headers of all nodes carry the number of the call.
-        thread.sequence += 1
-        node = self._world.topology.node
-        round_ = round_of(phase, node)
-        if round_.is_idle and not plan.averages_inside:
-            return
-        ctx = MixContext(
-            plan=plan,
-            # Compressed payloads cannot be added on the way.
-            round=round_ if plan.buffer_plan is None else round_.without_group(node),
-            header=MessageHeader(
-                plan.digest, self._step, thread.sequence, 1.0 if self._push_sum is None else self._push_sum.weight
-            ),
-            intra=thread.groups.intra,
-            inter=thread.groups.inter,
-            buffers=self._buffers,
-            record=self.record,
-            has_push_sum=self._push_sum is not None,
-            residuals=self._residuals,
-        )
-        self._received = thread.submit(partial(mix_bucket, ctx, self._flat))
-
-    def has_received(self) -> bool:
-        return self._received is None or self._received.done()
-
-    def wait_received(self) -> WeightedSum:
-        """Return the sum to be written; a node without peers keeps its values."""
-        if self._received is None:
-            return WeightedSum(1.0, [], [], 1.0)
-        try:
-            with self.record.time("waiting"):
-                terms = self._received.result()
-        except BaseException:
-            self._unclaim()
-            raise
-        comm_thread_of(self._world, self._plan.communicator).order_current_stream()
-        return terms
-
-    def cancel(self) -> None:
-        """Wait for the messages and ignore them: peers count on them being received."""
-        self.wait_received()
-        self._unclaim()
-
-    def finish(self) -> Tensor:
-        """Write the outputs, once, and return the squared distance from the input."""
-        if self._squared_distance is None:
-            self._squared_distance = self._write_outputs()
-            self._unclaim()
-            self._world.add_stats(self.record, step=self._step)
-            self._plan.pool.give_back(self._buffers)
-        return self._squared_distance
-
-    def _write_outputs(self) -> Tensor:
-        terms = self.wait_received()
-        with torch.no_grad():
-            out = _flat_output(self._outputs, self._buffers, self._plan)
-            moved = self._plan.kernels.mix_(self._flat, terms.self_weight, terms.others, terms.weights, out)
-            _unflatten(out, self._outputs)
-        if self._received is not None:
-            if self._residuals is not None:
-                self._residuals.commit()
-            if self._push_sum is not None:
-                self._push_sum.weight = terms.push_weight
-        return moved
-
-    def _unclaim(self) -> None:
-        if self._residuals is not None:
-            self._residuals.unclaim()
+_INT64 = 1 << 63
 
 
-def _flatten(tensors: list[Tensor], buffers: Buffers, plan: MixPlan) -> Tensor:
+class MessageHeader(NamedTuple):
+    """The digest of the plan, the step, the number of the call, and the sender's push-sum weight.
+
+    It identifies the call, so a node that is in another call, or at another step, is found before any of its payload
+    is used.
+    """
+
+    digest: int
+    step: int
+    sequence: int
+    push_weight: float
+
+    def to_tensor(self, device: torch.device) -> Tensor:
+        """Return the header as four int64 words."""
+        bits = struct.unpack("<q", struct.pack("<d", self.push_weight))[0]
+        words = [self.digest, self.step, self.sequence, bits]
+        return torch.tensor([(word + _INT64) % (2 * _INT64) - _INT64 for word in words], device=device)
+
+    def check(self, words: Sequence[int], sender: int) -> float:
+        """Return the push-sum weight in a received header. Raise if any other field differs from this one."""
+        digest, step, sequence, bits = words
+        fields = {
+            "step": (step, self.step),
+            "number of mixes so far": (sequence, self.sequence),
+            "tensors, schedule or settings (by their digest)": (digest, self.digest),
+        }
+        for name, (theirs, ours) in fields.items():
+            if (theirs - ours) % (2 * _INT64):
+                raise ConfigMismatchError(
+                    f"nodes disagree on what they mix, and nothing was changed: node {sender} sent {name} {theirs}, "
+                    f"here it is {ours}. Mix the same tensors at the same steps, in the same order, on every node."
+                )
+        push_weight: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+        return push_weight
+
+
+def send_recv_messages(ctx: MixContext, sends: Messages, receives: Messages) -> Steps[list[float]]:
+    """Send a payload to each node of ``sends``, fill those of ``receives``; return the senders' push-sum weights.
+
+    Headers travel first: a payload of another length than expected would end the process instead of raising.
+    """
+    if not (sends or receives):
+        return []
+    own = ctx.header.to_tensor(ctx.plan.device)
+    headers = [(peer, torch.empty_like(own)) for peer, _ in receives]
+    yield _send_recv([(peer, own) for peer, _ in sends], headers)
+    push_weights = [ctx.header.check(words.tolist(), peer) for peer, words in headers]
+    yield _send_recv_payloads(ctx, sends, receives)
+    return push_weights
+
+
+def _send_recv_payloads(ctx: MixContext, sends: Messages, receives: Messages) -> Collective:
+    collective = _send_recv(sends, receives)
+    ctx.record.payload_bytes += collective.sent_bytes
+    return collective
+
+
+def _send_recv(sends: Messages, receives: Messages) -> Collective:
+    leg: Leg = "exchange"
+    sent, received = (sum(x.nbytes for _, x in messages) for messages in (sends, receives))
+    return Collective(leg, methodcaller("send_recv", sends, receives), sent, received)
+
+
+def flatten(tensors: list[Tensor], plan: MixPlan, buffers: Buffers) -> Tensor:
     """Return all elements as one flat tensor: a view of a single tensor, or a copy of several."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].view(-1)
@@ -295,10 +322,11 @@ def _flatten(tensors: list[Tensor], buffers: Buffers, plan: MixPlan) -> Tensor:
     return flat
 
 
-def _flat_output(outputs: list[Tensor], buffers: Buffers, plan: MixPlan) -> Tensor:
-    if len(outputs) == 1 and outputs[0].is_contiguous():
-        return outputs[0].detach().view(-1)
-    return _flat_buffer(buffers, "output", plan.numel, plan.dtype)
+def _flat_output(ctx: MixContext) -> Tensor:
+    """Return the flat tensor to be written: a view of a single contiguous output, or a buffer."""
+    if len(ctx.outputs) == 1 and ctx.outputs[0].is_contiguous():
+        return ctx.outputs[0].detach().view(-1)
+    return ctx.buffer("output", ctx.plan.numel, ctx.plan.dtype)
 
 
 def _unflatten(flat: Tensor, outputs: list[Tensor]) -> None:

@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,25 +13,25 @@ from flexcomm.codec import plan_buffer
 from flexcomm.compress import TensorSpec
 from flexcomm.device import is_supported, supported_names
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError
-from flexcomm.gossip.compressed import choose_gamma
-from flexcomm.gossip.worker import comm_thread_of
+from flexcomm.gossip.state import choose_gamma
 from flexcomm.kernels import Kernels, choose_kernels
 from flexcomm.sync.buffers import BufferPool
+from flexcomm.sync.engine import engine_of
+from flexcomm.sync.workers import CommThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from torch import Tensor
 
     from flexcomm.compress import Compressor
     from flexcomm.gossip.phase import Phase
     from flexcomm.gossip.schedule import ScheduleLike
     from flexcomm.kernels import BufferPlan
+    from flexcomm.sync.algorithms import Leg
+    from flexcomm.transport import Transport
     from flexcomm.world import World
 
-__all__ = ["MixPlan", "Round", "plan_for", "round_of"]
+__all__ = ["MixPlan", "MixSettings", "Round", "plan_for", "round_of"]
 
-_MOST_PLANS = 256
 _PAIR = 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -94,22 +93,26 @@ def round_of(phase: Phase, node: int) -> Round:
 class MixPlan:
     """The common part of all calls with equal shapes, schedule and settings, with the buffers they use again.
 
-    ``averages_inside`` says whether the ranks of a node average their tensors and share the work between nodes;
-    ``buffer_plan`` is the layout of a compressed payload, if payloads are compressed.
+    ``ranks`` is the number of ranks of this node that average their tensors and share the work between nodes: 1 if
+    tensors are shards. ``buffer_plan`` is the layout of a compressed payload, if payloads are compressed. ``threads``
+    drive the mixes; a world of one rank has none.
     """
 
     numel: int
     dtype: torch.dtype
-    averages_inside: bool
-    communicator: str
+    device: torch.device
+    ranks: int
     gamma: float
     digest: int
     kernels: Kernels
     buffer_plan: BufferPlan | None
     pool: BufferPool
+    threads: CommThreads | None
 
 
-class _Settings(NamedTuple):
+class MixSettings(NamedTuple):
+    """The arguments of a call, beside its tensors and schedule."""
+
     sharded: bool
     gamma: float | None
     compressor: Compressor | None
@@ -118,43 +121,26 @@ class _Settings(NamedTuple):
     has_residuals: bool
 
 
-_plans: WeakKeyDictionary[World, dict[Hashable, MixPlan]] = WeakKeyDictionary()
-
-
-def plan_for(
-    world: World,
-    tensors: list[Tensor],
-    schedule: ScheduleLike,
-    *,
-    sharded: bool,
-    gamma: float | None,
-    compressor: Compressor | None,
-    communicator: str,
-    has_push_sum: bool,
-    has_residuals: bool,
-) -> MixPlan:
+def plan_for(world: World, tensors: list[Tensor], schedule: ScheduleLike, settings: MixSettings) -> MixPlan:
     """Return the plan of a call. The first call that needs it makes it, once all ranks agree on it."""
-    settings = _Settings(sharded, gamma, compressor, communicator, has_push_sum, has_residuals)
-    key = (tuple([(x.shape, x.dtype, x.device) for x in tensors]), schedule.digest, settings)
-    plans = _plans.setdefault(world, {})
-    if key not in plans:
-        if len(plans) >= _MOST_PLANS:
-            del plans[next(iter(plans))]
-        plans[key] = _make_plan(world, tensors, schedule, settings)
-    return plans[key]
+    key = ("mix", tuple([(x.shape, x.dtype, x.device) for x in tensors]), schedule.digest, settings)
+    plans = engine_of(world).plans
+    plan: MixPlan | None = plans.get(key)
+    if plan is None:
+        plan = plans[key] = _make_plan(world, tensors, schedule, settings)
+    return plan
 
 
-def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, settings: _Settings) -> MixPlan:
+def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, settings: MixSettings) -> MixPlan:
     _check_tensors(tensors)
     _check_schedule(schedule, world, settings)
     _check_compression(schedule, settings)
     gamma, compressor = settings.gamma, settings.compressor
-    averages_inside = world.intra.size > 1 and not settings.sharded
+    ranks = 1 if settings.sharded else world.intra.size
     numel = sum(x.numel() for x in tensors)
-    shard_numel = -(-numel // world.intra.size) if averages_inside else None
-    buffer_plan = None if compressor is None else _plan_payload(tensors, shard_numel, compressor)
+    buffer_plan = None if compressor is None else _plan_payload(tensors, -(-numel // ranks), ranks, compressor)
     if compressor is not None:
-        gamma = choose_gamma(compressor, {1} if averages_inside else {x.dim() for x in tensors}, gamma)
+        gamma = choose_gamma(compressor, {x.dim() for x in tensors} if ranks == 1 else {1}, gamma)
     gamma = 1.0 if gamma is None else gamma
     fields = {
         "tensors to be mixed": [(list(x.shape), str(x.dtype)) for x in tensors],
@@ -167,22 +153,41 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
     }
     # Ranks of a node may hold shards of unequal lengths.
     (world.agree_inter if settings.sharded else world.agree)(fields)
-    if world.topology.size > 1:
-        comm_thread_of(world, settings.communicator)
     digest = int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little", signed=True)
     device = tensors[0].device if tensors else world.device
     dtype = tensors[0].dtype if tensors else torch.float32
     return MixPlan(
         numel,
         dtype,
-        averages_inside,
-        settings.communicator,
+        device,
+        ranks,
         gamma,
         digest,
         choose_kernels(device),
         buffer_plan,
         BufferPool(device),
+        _threads_of(world, settings.communicator),
     )
+
+
+def _threads_of(world: World, communicator: str) -> CommThreads | None:
+    """Return the thread that drives the mixes of a communicator, made on first use, with cloned groups.
+
+    Ranks start the mixes of one communicator in the same order. Those of different ones need no common order.
+    """
+    if world.topology.size == 1:
+        return None
+    communicators = engine_of(world).communicators
+    if communicator not in communicators:
+        groups = world.clone_groups()
+        transports: dict[Leg, Transport] = {
+            "reduce_inside": groups.intra,
+            "exchange": groups.inter,
+            "gather_inside": groups.intra,
+        }
+        legs = {"mixing": tuple(transports)}
+        communicators[communicator] = CommThreads(world, transports, legs, world.device)
+    return communicators[communicator]
 
 
 def _check_tensors(tensors: list[Tensor]) -> None:
@@ -198,7 +203,7 @@ def _check_tensors(tensors: list[Tensor]) -> None:
             )
 
 
-def _check_schedule(schedule: ScheduleLike, world: World, settings: _Settings) -> None:
+def _check_schedule(schedule: ScheduleLike, world: World, settings: MixSettings) -> None:
     if schedule.nodes != world.topology.nodes:
         raise InvalidArgumentError(
             f"the schedule is for {schedule.nodes} nodes, but this world has {world.topology.nodes}: make it by "
@@ -213,7 +218,7 @@ def _check_schedule(schedule: ScheduleLike, world: World, settings: _Settings) -
         raise InvalidArgumentError(f"gamma is {settings.gamma!r}, but must be above 0 and at most 1.")
 
 
-def _check_compression(schedule: ScheduleLike, settings: _Settings) -> None:
+def _check_compression(schedule: ScheduleLike, settings: MixSettings) -> None:
     if settings.compressor is None and not settings.has_residuals:
         return
     if settings.compressor is None:
@@ -230,9 +235,9 @@ def _check_compression(schedule: ScheduleLike, settings: _Settings) -> None:
         )
 
 
-def _plan_payload(tensors: list[Tensor], shard_numel: int | None, compressor: Compressor) -> BufferPlan:
+def _plan_payload(tensors: list[Tensor], shard_numel: int, ranks: int, compressor: Compressor) -> BufferPlan:
     """Return the layout of a payload: tensor by tensor or, if the ranks of a node share the work, one flat shard."""
-    if shard_numel is not None:
+    if ranks > 1:
         return plan_buffer([TensorSpec("shard", (shard_numel,), torch.float32)], compressor)
     specs = [TensorSpec(str(number), tuple(x.shape), torch.float32) for number, x in enumerate(tensors)]
     return plan_buffer(specs, compressor)

@@ -314,7 +314,7 @@ def _start(
     key = (shapes, dtypes, devices, plain_names, settings, *driven[1:])
     plans = engine_of(driven.world).plans
     try:
-        plan = plans.get(key)
+        plan: SyncPlan | None = plans.get(key)
     except TypeError as error:
         raise CompressorError(
             f"{compressor!r} cannot be hashed ({error}): make it a frozen dataclass, so that its plans can be kept."

@@ -1,9 +1,9 @@
-"""The engine: drives the buckets of all calls of a world.
+"""The engine: drives the buckets of all calls of a world, synchronisations and mixes (``flexcomm/gossip``) alike.
 
 Collectives start in an order that follows from the order of calls and from nothing else, so any number of buckets and
-of calls can be under way at once. A call is driven in one of two ways, which its plan says, on process groups that the
-other does not use: by the caller, when it is started and when it or a later call is waited for; or in the background,
-by comm threads (``workers.py``).
+of calls can be under way at once. A synchronisation is driven in one of two ways, which its plan says, on process
+groups that the other does not use: by the caller, when it is started and when it or a later call is waited for; or in
+the background, by comm threads (``workers.py``). A mix is driven by the comm thread of its communicator.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,17 +22,18 @@ from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
 from flexcomm.kernels import LARGEST_MAGNITUDE, StateUpdate
 from flexcomm.stats import SyncRecord
-from flexcomm.sync.algorithms import LEVELS
+from flexcomm.sync.algorithms import LEGS, LEVELS
 from flexcomm.sync.bucket import VERIFIED, BucketContext, sync_bucket
-from flexcomm.sync.workers import LegThreads
+from flexcomm.sync.workers import CommThreads
 from flexcomm.transport import LoopbackTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Collection, Generator, Hashable, Mapping
 
     from torch import Tensor
 
     from flexcomm.sync.algorithms import Collective, Leg
+    from flexcomm.sync.bucket import Verified
     from flexcomm.sync.buffers import Buffers
     from flexcomm.sync.plan import BucketPlan, SyncPlan
     from flexcomm.sync.residuals import Residuals
@@ -44,13 +45,14 @@ __all__ = ["BucketTask", "Engine", "SyncCall", "engine_of"]
 MOST_PLANS = 256
 
 
-class PlanCache(dict["Hashable", "SyncPlan"]):
+# Any: a plan is a SyncPlan, or gossip's MixPlan, and its key says which.
+class PlanCache(dict["Hashable", Any]):
     """Plans of calls that were made before, with their buffers; where shapes keep changing, the oldest are forgotten.
 
     What was agreed stays agreed, so ranks need not forget the same ones.
     """
 
-    def __setitem__(self, key: Hashable, plan: SyncPlan) -> None:
+    def __setitem__(self, key: Hashable, plan: Any) -> None:
         if len(self) >= MOST_PLANS:
             del self[next(iter(self))]
         super().__setitem__(key, plan)
@@ -64,7 +66,9 @@ class Engine:
     """Stands for the ranks of a node where only the inter-node leg is asked for."""
     under_way: deque[SyncCall] = field(default_factory=deque)
     """Calls that the caller drives."""
-    threads: LegThreads | None = None
+    threads: CommThreads | None = None
+    communicators: dict[str, CommThreads] = field(default_factory=dict)
+    """Drive mixes, by the name of their communicator."""
     sequence: int = 0
     calls: int = 0
     plans: PlanCache = field(default_factory=PlanCache)
@@ -90,6 +94,19 @@ class Engine:
         if plan.all_ranks:
             self.previous_of_all_ranks = plan
 
+    def comm_threads(self, world: World, device: torch.device) -> CommThreads:
+        """Return the threads that drive synchronisations in the background, made on first use by all ranks together."""
+        if self.threads is None:
+            first, second = world.clone_groups(), world.clone_groups()
+            transports: dict[Leg, Transport] = {
+                "reduce_inside": first.intra,
+                "exchange": first.inter,
+                "second_exchange": second.inter,
+                "gather_inside": second.intra,
+            }
+            self.threads = CommThreads(world, transports, {leg: (leg,) for leg in LEGS}, device)
+        return self.threads
+
     def finish_up_to(self, call: SyncCall) -> None:
         """Finish calls in the order they were started: their collectives must start in one order on all ranks."""
         if call.in_background:
@@ -109,19 +126,35 @@ def engine_of(world: World) -> Engine:
     return engine
 
 
-class BucketTask:
+class Context(Protocol):
+    """Everything that the path of a bucket needs; the engine itself needs only its record."""
+
+    record: SyncRecord
+
+
+C = TypeVar("C", bound=Context)
+
+
+class BucketTask(Generic[C]):
     """One bucket of a call under way: where it is on its path.
+
+    ``steps`` is the path, such as ``sync_bucket(ctx)``: a generator that yields the collectives it needs, then
+    ``VERIFIED``; resumed after that, it writes outputs.
 
     One thread at a time drives it. A bucket that fails keeps the reason, and the other buckets of its call still go to
     their ends, where ranks that did not fail would wait for this one; only a failure of a transport ends all of them.
     """
 
-    def __init__(self, ctx: BucketContext, done: threading.Event | None = None) -> None:
+    def __init__(
+        self, ctx: C, steps: Generator[Collective | Verified, Any, None], done: threading.Event | None = None
+    ) -> None:
         self.ctx = ctx
         self.failure: BaseException | None = None
         self.is_done = False
         """Whether nothing is under way any more: what came is verified, or the bucket failed."""
-        self._steps = sync_bucket(ctx)
+        self.ready: torch.Event | None = None
+        """When the device has computed the bucket's tensors."""
+        self._steps = steps
         self._collective: Collective | None = None
         self._handle: Handle[Any] | None = None
         self._started_s = 0.0
@@ -158,13 +191,14 @@ class BucketTask:
         record, wanted = self.ctx.record, self._collective
         record.count(LEVELS[wanted.leg], wanted.sent_bytes, wanted.received_bytes)
 
-    def wants(self, leg: Leg) -> bool:
-        """Return whether a collective of this leg is to be started."""
-        return self._collective is not None and self._handle is None and self._collective.leg == leg
+    @property
+    def wanted_leg(self) -> Leg | None:
+        """The leg of the collective that is to be started."""
+        return self._collective.leg if self._collective is not None and self._handle is None else None
 
-    def is_under_way(self, leg: Leg) -> bool:
-        """Return whether a collective of this leg was started."""
-        return self._handle is not None and self._collective is not None and self._collective.leg == leg
+    def is_under_way(self, legs: Collection[Leg]) -> bool:
+        """Return whether a collective of one of these legs was started."""
+        return self._handle is not None and self._collective is not None and self._collective.leg in legs
 
     def advance(self, transports: Mapping[Leg, Transport]) -> bool:
         """Wait for the collective under way in the caller's thread and start the next; return whether there is one."""
@@ -241,7 +275,7 @@ class SyncCall:
         }
         self._waited_s = 0.0
         self._lent: list[str] = []
-        self._tasks: list[BucketTask] = []
+        self._tasks: list[BucketTask[BucketContext]] = []
         self._refusal: FlexcommError | None = None
         self._error: BaseException | None = None
         self._committed = self._skipped = self._is_finished = False
@@ -260,18 +294,14 @@ class SyncCall:
         try:
             # All numbers at once: a rank whose bucket gets stuck must stay in step with those that do not.
             first, engine.sequence = engine.sequence + 1, engine.sequence + len(plan.buckets)
-            self._tasks = [
-                BucketTask(
-                    self._make_context(bucket, pool.take(), sequence),
-                    threading.Event() if self.in_background else None,
-                )
-                for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first)
-            ]
+            for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first):
+                ctx = self._make_context(bucket, pool.take(), sequence)
+                done = threading.Event() if self.in_background else None
+                self._tasks.append(BucketTask(ctx, sync_bucket(ctx), done))
             if self.in_background:
-                if engine.threads is None:
-                    engine.threads = LegThreads(self._world)
+                threads = engine.comm_threads(self._world, plan.device)
                 for task in self._tasks:
-                    engine.threads.submit(task)
+                    threads.submit(task)
                 return
             for task in self._tasks:
                 task.advance(self._transports)

@@ -109,7 +109,7 @@ def collectives_start_in_one_order_whatever_the_timing(world: World) -> None:
         flexcomm.top_k(0.5),
         flexcomm.dense(),
     )
-    outs = []
+    outs, schedule = [], flexcomm.gossip.complete(world.topology.nodes)
     for step in range(3):
         handles = []
         for number, compressor in enumerate(compressors):
@@ -120,17 +120,22 @@ def collectives_start_in_one_order_whatever_the_timing(world: World) -> None:
             handles.append(
                 verb(xs, compressor, world=observed.world, step=step, bucket_bytes=8192, algorithm=algorithm)
             )
+            handles.append(flexcomm.start_mix(xs, schedule, step, world=observed.world))
         # Odd ranks wait in another order than even ones.
         order = list(range(len(handles)))[:: -1 if world.topology.rank % 2 else 1]
         found = {number: handles[number].wait() for number in order}
-        outs += [x for number in range(len(handles)) if number != 2 for x in found[number]]
+        # Every second one is a mix, and shards may differ from rank to rank.
+        mixed = [found[number].tensors for number in range(1, len(handles), 2)]
+        synced = [found[number] for number in range(0, len(handles), 2) if number != 4]
+        outs += [x for xs in (*synced, *mixed) for x in xs]
     require_same_everywhere(world, outs, "all ranks hold the same bits")
-    threads = engine_of(observed.world).threads
-    assert threads is not None, "nothing was driven in the background"
-    threads.join()
-    assert len(observed.groups) == 6
+    engine = engine_of(observed.world)
+    assert engine.threads is not None, "nothing was driven in the background"
+    for threads in (engine.threads, *engine.communicators.values()):
+        threads.join()
+    assert len(observed.groups) == 8
     for name, group in observed.groups.items():
-        assert "intra" in name or not name.startswith("inter ") or group.started, f"{name} was not used"
+        assert not name.startswith("inter ") or group.started or group.transport.size == 1, f"{name} was not used"
         digests = group.transport.all_gather(digest_of(group.started)).wait()
         assert all(torch.equal(digest, digests[0]) for digest in digests), f"{name}: ranks differ: {group.started}"
 
@@ -195,13 +200,27 @@ def out_is_untouched_where_one_bucket_of_many_fails(world: World) -> None:
 
 def a_world_that_is_closed_refuses_new_calls(world: World) -> None:
     """Comm threads have ended by then: a call that was handed to them would never be done."""
-    x = torch.ones(100)
+    x, schedule = torch.ones(100), flexcomm.gossip.complete(world.topology.nodes)
     with flexcomm.connect(ranks_per_node=world.topology.local_size) as other:
         # More than once, so that the next call needs no comparison of settings, which would refuse it.
         for _ in range(3):
             assert torch.equal(flexcomm.start_sync(x, flexcomm.dense(), world=other).wait(), x)
+            assert torch.equal(flexcomm.mix(x, schedule, 0, world=other).tensors, x)
     with pytest.raises(flexcomm.TransportError, match="closed"):
         flexcomm.start_sync(x, flexcomm.dense(), world=other).wait()
+    with pytest.raises(flexcomm.TransportError, match="closed"):
+        flexcomm.mix(x, schedule, 0, world=other)
+
+
+def a_mix_is_done_when_it_was_started_if_no_thread_may_send(world: World) -> None:
+    """As over an MPI without THREAD_MULTIPLE."""
+    with pytest.MonkeyPatch.context() as patch, flexcomm.connect(ranks_per_node=world.topology.local_size) as other:
+        patch.setattr("flexcomm.sync.workers._may_use_threads", lambda _: False)
+        schedule, x = flexcomm.gossip.base(world.topology.nodes), torch.randn(1000)
+        handles = [flexcomm.start_mix(x, schedule, step, world=other) for step in range(3)]
+        assert all(handle.done() for handle in handles)
+        for step, handle in enumerate(handles):
+            assert torch.equal(handle.wait().tensors, flexcomm.mix(x, schedule, step, world=world).tensors)
 
 
 LAWS = {
@@ -212,5 +231,6 @@ LAWS = {
         a_call_that_fails_in_the_background_leaves_the_others,
         out_is_untouched_where_one_bucket_of_many_fails,
         a_world_that_is_closed_refuses_new_calls,
+        a_mix_is_done_when_it_was_started_if_no_thread_may_send,
     )
 }

@@ -14,13 +14,14 @@ import torch
 
 import flexcomm
 from flexcomm.errors import DeadlineExceededError, PeerLostError
+from flexcomm.sync.engine import engine_of
 from flexcomm.transport import TorchTransport
 from tests.ranks.processes import Outcome, observe_ranks, run_ranks
 from tests.ranks.shapes import Shape
 from tests.slow import slow_but
 
 if TYPE_CHECKING:
-    from flexcomm import World
+    from flexcomm import Transport, World
 
 LOST = 1
 COMPRESSOR = flexcomm.top_k(1 / 4)
@@ -47,7 +48,7 @@ def fall_silent(meeting: str) -> str:
     for step in (0, 1):  # Twice: whoever calls for the first time, or after another call, is compared with the others.
         start(world, residuals, step).wait()
     before = copies(residuals)
-    lose_patience(world)
+    lose_patience(world.intra, world.inter)
     pipes = [Path(meeting) / str(rank) for rank in range(world.topology.size) if rank != LOST]
     if world.topology.rank == LOST:
         return "\n".join(pipe.read_text() for pipe in pipes)
@@ -58,9 +59,9 @@ def fall_silent(meeting: str) -> str:
     return str(caught.value)
 
 
-def lose_patience(world: World) -> None:
+def lose_patience(*transports: Transport) -> None:
     """From here on, deadlines are short; connecting may take its time. gloo's reduce_scatter asks its group alone."""
-    for transport in (world.intra, world.inter):
+    for transport in transports:
         if isinstance(transport, TorchTransport):
             transport.timeout_s = PATIENCE_S
             transport._group.set_timeout(timedelta(seconds=PATIENCE_S))
@@ -86,6 +87,38 @@ def test_a_silent_rank_is_named_by_all_others_with_a_report(shape: Shape, tmp_pa
         assert report["reached"][str(LOST)] is None
         assert report["total"]["syncs"] == 2
         assert [one["step"] for one in report["recent"]] == [0, 1]
+
+
+def fall_silent_between_mixes(meeting: str) -> str:
+    """All but one rank are in a mix; that one reads what they made of it."""
+    world = flexcomm.connect(timeout_s=30)
+    x, schedule = torch.ones(1000), flexcomm.gossip.complete(world.topology.nodes)
+    flexcomm.mix(x, schedule, 0, world=world)
+    for threads in engine_of(world).communicators.values():
+        lose_patience(*threads.transports.values())
+    pipes = [Path(meeting) / str(rank) for rank in range(world.topology.size) if rank != LOST]
+    if world.topology.rank == LOST:
+        return "\n".join(pipe.read_text() for pipe in pipes)
+    handle = flexcomm.start_mix(x, schedule, 1, world=world)
+    for _ in range(2):
+        with pytest.raises(DeadlineExceededError) as caught:
+            handle.wait()
+    (Path(meeting) / str(world.topology.rank)).write_text("given up")
+    return str(caught.value)
+
+
+def test_a_rank_that_is_silent_in_a_mix_is_named_with_a_report(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "0")
+    told = run_ranks(
+        fall_silent_between_mixes,
+        2,
+        str(tmp_path),
+        ranks_per_node=1,
+        environ={"FLEXCOMM_DUMP_DIR": str(tmp_path / "reports")},
+    )
+    assert told[0].count(f"No answer came from rank {LOST}: look there first.") == 1
+    (path,) = (tmp_path / "reports").glob("flexcomm-rank0-*.json")
+    assert str(path) in told[0]
 
 
 def miss_a_new_call(meeting: str) -> str:

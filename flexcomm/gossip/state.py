@@ -1,9 +1,9 @@
-"""Compressed mixing: nodes send the change since their last message, and keep what peers know of them.
+"""State of mixing that is kept from step to step: the residuals of compressed mixing, and the push-sum weight.
 
-CHOCO's rule (Koloskova et al. 2019) for symmetric graphs, and the same on push-sum's numerators (Taheri et al. 2020)
-for directed ones. Every node keeps ``public``, the value that its peers know of its ``x``, and ``public_sum``, the
-weighted sum of the public values of all nodes it receives from and of its own. In a round it sends
-``q = Q(x - public)``, and then
+[Note: compressed mixing] Nodes send the change since their last message, and keep what peers know of them: CHOCO's rule
+(Koloskova et al. 2019) for symmetric graphs, and the same on push-sum's numerators (Taheri et al. 2020) for directed
+ones. Every node keeps ``public``, the value that its peers know of its ``x``, and ``public_sum``, the weighted sum of
+the public values of all nodes it receives from and of its own. In a round it sends ``q = Q(x - public)``, and then
 
     public += q;  public_sum += sum of w_j * q_j;  x += gamma * (public_sum - public)
 
@@ -12,15 +12,12 @@ weighted sum of the public values of all nodes it receives from and of its own. 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flexcomm.codec import Decoder, Encoder, regions_of
 from flexcomm.compress import TensorSpec
-from flexcomm.errors import CompressorError, InvalidArgumentError, NonFiniteError
-from flexcomm.gossip.messages import send_recv_messages
+from flexcomm.errors import CompressorError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,10 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm.compress import Compressor
-    from flexcomm.gossip.mix import MixContext
-    from flexcomm.kernels import BufferPlan, TensorPlan
+    from flexcomm.kernels import TensorPlan
 
-__all__ = ["MixResiduals", "ReceivedChanges", "choose_gamma", "send_recv_changes"]
+__all__ = ["MixResiduals", "PushSum", "choose_gamma"]
 
 _MOST_BIASED_GAMMA = 0.9
 _FEW_MAGNITUDES = 4
@@ -165,61 +161,35 @@ def _most_gamma(plan: TensorPlan) -> float:
     return min(most, _MOST_BIASED_GAMMA if coarse or share < 1.0 else 1.0)
 
 
-class ReceivedChanges(NamedTuple):
-    """``public_sum - public`` after a round, by which ``x`` moves, and the push-sum weight of every sender."""
+class PushSum:
+    """The push-sum weight of this node, kept from round to round; the weights of all nodes sum to their number.
 
-    step: Tensor
-    push_weights: list[float]
+    For directed graphs, where nodes may receive more or less weight than they send. Tensors are stored de-biased, as
+    ``z = x / weight``. A node sends ``z`` with its weight, and receivers multiply the two. Rounds preserve, and
+    converge to, the mean of ``weight * z``.
 
+    Args:
+        weight: the weight to begin with; 1 on all nodes, unless a state is restored.
 
-def send_recv_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> ReceivedChanges:
-    """Send the change of ``x`` to the peers of this round, receive theirs, and compute the next state of residuals.
+    Example:
+        >>> import torch, flexcomm
+        >>> push_sum = flexcomm.PushSum()  # one for each set of tensors
+        >>> with flexcomm.connect() as world:
+        ...     schedule = flexcomm.gossip.directed_exponential(world.topology.nodes)
+        ...     flexcomm.mix(torch.ones(2), schedule, 0, world=world, push_sum=push_sum).tensors
+        tensor([1., 1.])
 
-    The caller commits that state once nothing can fail any more.
     """
-    round_, own = ctx.round, ctx.header.push_weight
-    state, after = residuals.lend(x.numel(), x.device)
-    change = ctx.buffer("change", x.numel(), torch.float32)
-    torch.sub(x if own == 1.0 else x * own, state.public, out=change)
-    plan = ctx.plan.buffer_plan
-    assert plan is not None, "plans with residuals have a compressor"  # noqa: S101  (our own invariant)
-    payload = _encode(ctx, plan, change)
-    buffers = [ctx.buffer(f"payload {number}", plan.nbytes, torch.uint8) for number in range(len(round_.receives_from))]
-    ctx.count_messages(len(round_.sends_to), len(buffers), plan.nbytes)
-    sends = [(peer, payload) for peer in round_.sends_to]
-    receives = list(zip(round_.receives_from, buffers, strict=True))
-    received = send_recv_messages(ctx.inter, ctx.header, sends, receives)
-    with ctx.record.time("decode"):
-        # The own payload is decoded, too: peers know what was sent, not what was meant.
-        _decode(ctx, plan, payload, ctx.inter.rank, change)
-        torch.add(state.public, change, out=after.public)
-        torch.add(state.public_sum, change, alpha=round_.self_weight, out=after.public_sum)
-        for (sender, buffer), weight in zip(receives, round_.weights, strict=True):
-            _decode(ctx, plan, buffer, sender, change)
-            after.public_sum.add_(change, alpha=weight)
-        torch.sub(after.public_sum, after.public, out=change)
-    return ReceivedChanges(ctx.buffer("step", x.numel(), x.dtype).copy_(change), received.push_weights)
 
+    def __init__(self, weight: float = 1.0) -> None:
+        if not 0.0 < weight < float("inf"):
+            raise InvalidArgumentError(f"a push-sum weight of {weight} is not a finite number above 0: begin with 1.")
+        self.weight = weight
 
-def _encode(ctx: MixContext, plan: BufferPlan, change: Tensor) -> Tensor:
-    """Return the payload; if ``change`` is nonfinite, it is marked so, and all receivers raise."""
-    encoder = Encoder(plan, ctx.buffer("payload", plan.nbytes, torch.uint8), ctx.plan.kernels)
-    with ctx.record.time("encode"):
-        encoder.encode_(_split(change, plan), step=ctx.header.step, sequence=ctx.header.sequence)
-    return encoder.buffer
+    def state_dict(self) -> dict[str, float]:
+        """Return the weight."""
+        return {"weight": self.weight}
 
-
-def _decode(ctx: MixContext, plan: BufferPlan, payload: Tensor, sender: int, out: Tensor) -> None:
-    decoder = Decoder(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), ctx.plan.kernels)
-    if decoder.verify(step=ctx.header.step, sequence=ctx.header.sequence):
-        raise NonFiniteError(
-            f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed here. End "
-            f"the run, and lower the learning rate, or clip."
-        )
-    decoder.decode_(_split(out, plan), step=ctx.header.step, average="nodes")
-
-
-def _split(flat: Tensor, plan: BufferPlan) -> list[Tensor]:
-    """Return views of the plan's tensors, which lie one behind the other."""
-    parts = torch.split(flat, [math.prod(spec.shape) for spec in plan.specs])
-    return [part.view(spec.shape) for part, spec in zip(parts, plan.specs, strict=True)]
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore the weight of a state."""
+        self.weight = PushSum(float(state["weight"])).weight
