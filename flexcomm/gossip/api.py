@@ -15,7 +15,7 @@ from torch import Tensor
 from flexcomm.bootstrap.hang_report import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError
-from flexcomm.gossip.mix import MessageHeader, MixContext, flatten, mix_bucket
+from flexcomm.gossip.mix import MessageHeader, MixContext, mix_bucket
 from flexcomm.gossip.plan import MixSettings, plan_for, round_of
 from flexcomm.stats import SyncRecord
 from flexcomm.sync.engine import BucketTask
@@ -141,21 +141,21 @@ def start_mix(
     outputs = _outputs_for(xs, out)
     if residuals is not None:
         residuals.claim()
-    node, buffers = world.topology.node, plan.pool.take()
-    round_ = round_of(schedule.phase(step), node)
+    node = world.topology.node
+    # Compressed payloads cannot be added on the way.
+    round_ = round_of(schedule.phase(step), node, reduces=compressor is None)
     # Nodes without a peer count, too: the headers of all nodes carry the number of the call.
     sequence = 0 if plan.threads is None else plan.threads.next_sequence()
     ctx = MixContext(
         plan=plan,
-        x=flatten([x.detach() for x in xs], plan, buffers),
+        tensors=[x.detach() for x in xs],
         outputs=outputs,
         node=node,
-        # Compressed payloads cannot be added on the way.
-        round=round_ if compressor is None else round_.without_group(node),
+        round=round_,
         header=MessageHeader(plan.digest, step, sequence, 1.0 if push_sum is None else push_sum.weight),
         push_sum=push_sum,
         residuals=residuals,
-        buffers=buffers,
+        buffers=plan.pool.take(),
         record=SyncRecord(syncs=1, dense_bytes=plan.numel * plan.dtype.itemsize),
     )
     task = BucketTask(ctx, mix_bucket(ctx), threading.Event())

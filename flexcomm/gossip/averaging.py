@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,14 +10,13 @@ from flexcomm.errors import InvalidArgumentError
 from flexcomm.gossip.phase import ROUNDING, first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from flexcomm.gossip.phase import Edge, Group, Phase
 
     Matrix = NDArray[np.float64]
-    Nodes = NDArray[np.int64]
 
 __all__ = [
     "MOST_NODES",
@@ -31,8 +29,6 @@ __all__ = [
 
 MOST_NODES = 4096
 """Above this many nodes the matrix of a schedule takes too much memory and time."""
-
-_COLUMNS = 256
 
 
 def averages_exactly(phases: Sequence[Phase], nodes: int) -> bool:
@@ -70,14 +66,10 @@ def product_of(phases: Sequence[Phase], nodes: int) -> Matrix:
             f"the contraction of {nodes} nodes needs a matrix of {nodes} by {nodes}, which is built for {MOST_NODES} "
             f"nodes at most: ask the same recipe for fewer nodes."
         )
-    arrays = [_as_arrays(phase, nodes) for phase in phases]
-    blocks = []
-    for first in range(0, nodes, _COLUMNS):
-        block = np.eye(nodes, min(_COLUMNS, nodes - first), -first)
-        for phase in arrays:
-            block = _apply(phase, block)
-        blocks.append(block)
-    return np.concatenate(blocks, axis=1)
+    product = np.eye(nodes)
+    for phase in phases:
+        product = _apply(phase, product)
+    return product
 
 
 def _stationary_distribution(product: Matrix) -> Matrix:
@@ -88,73 +80,60 @@ def _stationary_distribution(product: Matrix) -> Matrix:
     return np.linalg.solve(product - np.eye(nodes) + 1.0 / nodes, np.full(nodes, 1.0 / nodes))
 
 
-class _Arrays(NamedTuple):
-    """A phase as arrays: ``self_weights * x``, plus the sum of each group for all its members, plus edges."""
-
-    self_weights: Matrix
-    members: Nodes
-    sizes: Nodes
-    peer_weights: Matrix
-    sources: Nodes
-    targets: Nodes
-    weights: Matrix
-
-
-def _as_arrays(phase: Phase, nodes: int) -> _Arrays:
-    groups = [group for group in phase.groups if len(group.members) > 1]
-    edges = sorted(phase.edges, key=lambda edge: edge.target)
-    self_weights = np.ones(nodes)
-    for group in groups:
-        self_weights[list(group.members)] = group.own_weight - group.peer_weight
-    for source in {edge.source for edge in edges}:
-        self_weights[source] = phase.self_weight(source)
-    return _Arrays(
-        self_weights,
-        _int64(chain.from_iterable(group.members for group in groups)),
-        _int64(len(group.members) for group in groups),
-        np.array([group.peer_weight for group in groups]),
-        _int64(edge.source for edge in edges),
-        _int64(edge.target for edge in edges),
-        np.array([edge.weight for edge in edges]),
-    )
-
-
-def _int64(numbers: Iterable[int]) -> Nodes:
-    return np.fromiter(numbers, dtype=np.int64)
-
-
-def _apply(phase: _Arrays, x: Matrix) -> Matrix:
-    mixed = phase.self_weights[:, None] * x
-    if phase.members.size:
-        starts = np.cumsum(phase.sizes) - phase.sizes
-        sums = np.add.reduceat(x[phase.members], starts, axis=0) * phase.peer_weights[:, None]
-        mixed[phase.members] += np.repeat(sums, phase.sizes, axis=0)
-    if phase.targets.size:
-        receivers, starts = np.unique(phase.targets, return_index=True)
-        mixed[receivers] += np.add.reduceat(phase.weights[:, None] * x[phase.sources], starts, axis=0)
+def _apply(phase: Phase, x: Matrix) -> Matrix:
+    """Return the product of a phase's matrix, of which few elements are not zero, and ``x``."""
+    mixed = x.copy()
+    for group in phase.groups:
+        values = x[list(group.members)]
+        kept = (group.own_weight - group.peer_weight) * values
+        mixed[list(group.members)] = kept + group.peer_weight * values.sum(axis=0)
+    for source in {edge.source for edge in phase.edges}:
+        mixed[source] *= phase.self_weight(source)
+    for edge in phase.edges:
+        mixed[edge.target] += edge.weight * x[edge.source]
     return mixed
 
 
 def check_strongly_connected(name: str, nodes: int, phases: Sequence[Phase]) -> None:
     """Raise unless repeating the phases brings the value of every node to every other node."""
-    sources, targets = _links(phases)
-    alone = np.setdiff1d(np.arange(nodes), np.concatenate([sources, targets])).tolist()
+    targets: list[set[int]] = [set() for _ in range(nodes)]
+    sources: list[set[int]] = [set() for _ in range(nodes)]
+    for source, target in _links(phases):
+        targets[source].add(target)
+        sources[target].add(source)
+    alone = [node for node in range(nodes) if not targets[node] and not sources[node]]
     if nodes > 1 and alone:
         raise InvalidArgumentError(
             f"in {name} node {first_few(alone)} has no peer in any phase, so it never averages: give each of the "
             f"{nodes} nodes a group or an edge in some phase."
         )
-    _check_all_reached(name, "the value of node 0 never reaches node {}", _reached(0, nodes, sources, targets))
-    _check_all_reached(name, "node 0 never receives the value of node {}", _reached(0, nodes, targets, sources))
+    _check_all_reached(name, "the value of node 0 never reaches node {}", targets)
+    _check_all_reached(name, "node 0 never receives the value of node {}", sources)
 
 
-def _check_all_reached(name: str, problem: str, reached: NDArray[np.bool_]) -> None:
-    missing = np.flatnonzero(~reached).tolist()
+def _check_all_reached(name: str, problem: str, links: list[set[int]]) -> None:
+    reached, waiting = {0}, [0]
+    while waiting:
+        fresh = links[waiting.pop()] - reached
+        reached |= fresh
+        waiting.extend(fresh)
+    missing = [node for node in range(len(links)) if node not in reached]
     if missing:
         raise InvalidArgumentError(
-            f"in {name} {problem.format(first_few(missing))}, however many periods pass, so the {len(reached)} nodes "
+            f"in {name} {problem.format(first_few(missing))}, however many periods pass, so the {len(links)} nodes "
             f"never converge to a common mean: add a phase, a group or edges that connect them."
         )
+
+
+def _links(phases: Sequence[Phase]) -> Iterator[tuple[int, int]]:
+    """Yield the source and target of every link; a group counts as a star around its first member."""
+    for phase in phases:
+        for edge in phase.edges:
+            yield edge.source, edge.target
+        for group in phase.groups:
+            for member in group.members[1:]:
+                yield group.members[0], member
+                yield member, group.members[0]
 
 
 def connected_components(phase: Phase) -> list[list[Group | Edge]]:
@@ -183,28 +162,3 @@ def _lowest(parents: dict[int, int], node: int) -> int:
     while (parent := parents.setdefault(node, node)) != node:
         parents[node] = node = parents[parent]
     return node
-
-
-def _links(phases: Sequence[Phase]) -> tuple[Nodes, Nodes]:
-    """Return the sources and targets of all links; a group counts as a star around its first member."""
-    edges = [(edge.source, edge.target) for phase in phases for edge in phase.edges]
-    spokes = [(group.members[0], member) for phase in phases for group in phase.groups for member in group.members[1:]]
-    links = np.array(edges + spokes, dtype=np.int64).reshape(-1, 2)
-    back = links[len(edges) :, ::-1]
-    both = np.concatenate([links, back])
-    return both[:, 0], both[:, 1]
-
-
-def _reached(start: int, nodes: int, sources: Nodes, targets: Nodes) -> NDArray[np.bool_]:
-    order = np.argsort(sources, kind="stable")
-    bounds = np.searchsorted(sources[order], np.arange(nodes + 1)).tolist()
-    receivers = targets[order].tolist()
-    reached = np.zeros(nodes, dtype=np.bool_)
-    seen, waiting = {start}, [start]
-    while waiting:
-        node = waiting.pop()
-        fresh = set(receivers[bounds[node] : bounds[node + 1]]) - seen
-        seen |= fresh
-        waiting.extend(fresh)
-    reached[list(seen)] = True
-    return reached

@@ -20,12 +20,12 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip.averaging import MOST_NODES, connected_components, contraction_of
+from flexcomm.gossip.averaging import connected_components, contraction_of
 from flexcomm.gossip.phase import Edge, Group, Phase, as_count, as_int
 from flexcomm.gossip.schedule import Schedule, ScheduleReport, from_edges
 
@@ -287,6 +287,9 @@ class RandomSchedule:
 
     nodes: int
     seed: int = 0
+    period: ClassVar[None] = None
+    is_doubly_stochastic: ClassVar[bool] = True
+    is_fixed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", as_count("nodes", self.nodes, "random_matching"))
@@ -296,26 +299,9 @@ class RandomSchedule:
     def name(self) -> str:
         return f"random_matching({self.nodes}, seed={self.seed})"
 
-    @property
-    def period(self) -> None:
-        """None: phases do not repeat."""
-        return
-
     def phase(self, step: int) -> Phase:
         """Return the phase of a step; any integer is a step."""
         return _draw_matching(self.nodes, self.seed, int(step))
-
-    @property
-    def is_doubly_stochastic(self) -> bool:
-        return True
-
-    @property
-    def is_symmetric(self) -> bool:
-        return True
-
-    @property
-    def is_fixed(self) -> bool:
-        return False
 
     @property
     def is_exact(self) -> bool:
@@ -340,10 +326,7 @@ class RandomSchedule:
 
     def report(self) -> ScheduleReport:
         """Return the properties of this schedule; they print as one line."""
-        contraction = self.contraction if self.nodes <= MOST_NODES else None
-        return ScheduleReport(
-            self.name, self.nodes, None, self.most_peers, contraction, self.is_exact, self.measured_phases
-        )
+        return ScheduleReport.of(self, self.measured_phases)
 
     @property
     def digest(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from flexcomm.gossip.state import MixResiduals, PushSum
     from flexcomm.kernels import BufferPlan
     from flexcomm.stats import SyncRecord
-    from flexcomm.sync.algorithms import Leg, Steps
+    from flexcomm.sync.algorithms import Steps
     from flexcomm.sync.bucket import Verified
     from flexcomm.sync.buffers import Buffers
 
     Messages = Sequence[tuple[int, Tensor]]
 
-__all__ = ["MessageHeader", "MixContext", "flatten", "mix_bucket"]
+__all__ = ["MessageHeader", "MixContext", "mix_bucket"]
 
 
 @dataclass(eq=False)
@@ -44,8 +44,7 @@ class MixContext:
     """One mix under way, and everything its path needs. This is node ``node``."""
 
     plan: MixPlan
-    x: Tensor
-    """All elements of the bucket, flat."""
+    tensors: list[Tensor]
     outputs: list[Tensor]
     node: int
     round: Round
@@ -54,12 +53,23 @@ class MixContext:
     residuals: MixResiduals | None
     buffers: Buffers
     record: SyncRecord
+    x: Tensor = field(init=False)
+    """All elements, flat: a view of a single tensor, or a copy of several."""
     squared_distance: Tensor | None = None
     """By how far the outputs are from the tensors, once they are written."""
 
+    def __post_init__(self) -> None:
+        if len(self.tensors) == 1 and self.tensors[0].is_contiguous():
+            self.x = self.tensors[0].view(-1)
+            return
+        self.x = self.buffer("input", self.plan.numel, self.plan.dtype)
+        if self.tensors:
+            torch.cat([x.reshape(-1) for x in self.tensors], out=self.x)
+
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer; groups differ from phase to phase, so one name may stand for several lengths."""
-        return _flat_buffer(self.buffers, name, numel, dtype)
+        key = f"{name}, {numel} of {dtype}"
+        return self.buffers.get(key, lambda: self.buffers.allocate(numel, dtype=dtype))
 
 
 class WeightedSum(NamedTuple):
@@ -81,10 +91,7 @@ def mix_bucket(ctx: MixContext) -> Generator[Collective | Verified, Any, None]:
     terms = yield from all_gather_inside(ctx, shard, terms)
     # A mix that is cancelled is not resumed: everything stays as it was.
     yield VERIFIED
-    with torch.no_grad():
-        out = _flat_output(ctx)
-        ctx.squared_distance = ctx.plan.kernels.mix_(ctx.x, terms.self_weight, terms.others, terms.weights, out)
-        _unflatten(out, ctx.outputs)
+    write_outputs(ctx, terms)
     if ctx.residuals is not None:
         ctx.residuals.commit()
     if ctx.push_sum is not None:
@@ -246,6 +253,18 @@ def _push_weight_after(ctx: MixContext, received: float) -> float:
     return (1.0 - gamma) * own + gamma * (ctx.round.self_weight * own + received)
 
 
+@torch.no_grad()
+def write_outputs(ctx: MixContext, terms: WeightedSum) -> None:
+    """Compute the weighted sum in a single contiguous output, or in a buffer, and copy it to several."""
+    outputs = [out.detach() for out in ctx.outputs]
+    in_place = len(outputs) == 1 and outputs[0].is_contiguous()
+    flat = outputs[0].view(-1) if in_place else ctx.buffer("output", ctx.plan.numel, ctx.plan.dtype)
+    ctx.squared_distance = ctx.plan.kernels.mix_(ctx.x, terms.self_weight, terms.others, terms.weights, flat)
+    if not in_place:
+        for part, out in zip(torch.split(flat, [out.numel() for out in outputs]), outputs, strict=True):
+            out.copy_(part.view(out.shape))
+
+
 _INT64 = 1 << 63
 
 
@@ -307,36 +326,5 @@ def _send_recv_payloads(ctx: MixContext, sends: Messages, receives: Messages) ->
 
 
 def _send_recv(sends: Messages, receives: Messages) -> Collective:
-    leg: Leg = "exchange"
     sent, received = (sum(x.nbytes for _, x in messages) for messages in (sends, receives))
-    return Collective(leg, methodcaller("send_recv", sends, receives), sent, received)
-
-
-def flatten(tensors: list[Tensor], plan: MixPlan, buffers: Buffers) -> Tensor:
-    """Return all elements as one flat tensor: a view of a single tensor, or a copy of several."""
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        return tensors[0].view(-1)
-    flat = _flat_buffer(buffers, "input", plan.numel, plan.dtype)
-    if tensors:
-        torch.cat([x.reshape(-1) for x in tensors], out=flat)
-    return flat
-
-
-def _flat_output(ctx: MixContext) -> Tensor:
-    """Return the flat tensor to be written: a view of a single contiguous output, or a buffer."""
-    if len(ctx.outputs) == 1 and ctx.outputs[0].is_contiguous():
-        return ctx.outputs[0].detach().view(-1)
-    return ctx.buffer("output", ctx.plan.numel, ctx.plan.dtype)
-
-
-def _unflatten(flat: Tensor, outputs: list[Tensor]) -> None:
-    """Copy the flat output into the outputs, unless it is a view of them."""
-    if len(outputs) == 1 and outputs[0].is_contiguous():
-        return
-    parts = torch.split(flat, [x.numel() for x in outputs])
-    for part, out in zip(parts, outputs, strict=True):
-        out.detach().copy_(part.view(out.shape))
-
-
-def _flat_buffer(buffers: Buffers, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    return buffers.get(f"{name}, {numel} of {dtype}", lambda: buffers.allocate(numel, dtype=dtype))
+    return Collective("exchange", methodcaller("send_recv", sends, receives), sent, received)

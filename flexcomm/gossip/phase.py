@@ -7,7 +7,7 @@ import operator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -103,14 +103,6 @@ class Edge:
             )
 
 
-class _ByNode(NamedTuple):
-    """The group, the outgoing and the incoming edges of every node of a phase."""
-
-    groups: dict[int, Group]
-    outgoing: dict[int, tuple[Edge, ...]]
-    incoming: dict[int, tuple[Edge, ...]]
-
-
 @dataclass(frozen=True)
 class Phase:
     """The groups and edges of one step; a node in neither keeps its value.
@@ -139,15 +131,15 @@ class Phase:
 
     def group_of(self, node: int) -> Group | None:
         """Return the group in which ``node`` mixes with others, if there is one."""
-        return self._by_node.groups.get(node)
+        return self._groups.get(node)
 
     def out_edges(self, node: int) -> tuple[Edge, ...]:
         """Return the edges on which ``node`` sends, by target."""
-        return self._by_node.outgoing.get(node, ())
+        return self._out_edges.get(node, ())
 
     def in_edges(self, node: int) -> tuple[Edge, ...]:
         """Return the edges on which ``node`` receives, by source."""
-        return self._by_node.incoming.get(node, ())
+        return self._in_edges.get(node, ())
 
     def self_weight(self, node: int) -> float:
         """Return the weight of ``node``'s own value: 1 if it mixes with no other."""
@@ -165,8 +157,8 @@ class Phase:
     @cached_property
     def most_peers(self) -> int:
         """The largest number of nodes that one node sends to, or receives from, in this phase."""
-        outgoing = map(len, self._by_node.outgoing.values())
-        incoming = map(len, self._by_node.incoming.values())
+        outgoing = map(len, self._out_edges.values())
+        incoming = map(len, self._in_edges.values())
         return max(chain((len(group.members) - 1 for group in self.groups), outgoing, incoming), default=0)
 
     @cached_property
@@ -191,15 +183,20 @@ class Phase:
             weights[edge.source, edge.source] = self.self_weight(edge.source)
         return weights
 
+    # Cached, here and below, because phases of thousands of nodes are looked up at every step.
     @cached_property
-    def _by_node(self) -> _ByNode:
-        groups = {node: group for group in self.groups if len(group.members) > 1 for node in group.members}
-        by_target = sorted(self.edges, key=lambda edge: (edge.target, edge.source))
-        outgoing = {source: tuple(edges) for source, edges in groupby(self.edges, key=lambda edge: edge.source)}
-        incoming = {target: tuple(edges) for target, edges in groupby(by_target, key=lambda edge: edge.target)}
-        return _ByNode(groups, outgoing, incoming)
+    def _groups(self) -> dict[int, Group]:
+        return {node: group for group in self.groups if len(group.members) > 1 for node in group.members}
 
-    # Cached, because phases of thousands of nodes are looked up at every step.
+    @cached_property
+    def _out_edges(self) -> dict[int, tuple[Edge, ...]]:
+        return {source: tuple(edges) for source, edges in groupby(self.edges, key=lambda edge: edge.source)}
+
+    @cached_property
+    def _in_edges(self) -> dict[int, tuple[Edge, ...]]:
+        by_target = sorted(self.edges, key=lambda edge: (edge.target, edge.source))
+        return {target: tuple(edges) for target, edges in groupby(by_target, key=lambda edge: edge.target)}
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.groups, self.edges))

@@ -61,25 +61,17 @@ class Round:
         """Whether the node has no peer."""
         return not (self.sends_to or self.receives_from or self.group)
 
-    def without_group(self, node: int) -> Round:
-        """Return the same round with a message to each other node of the group, instead of an all-reduce."""
-        if not self.group:
-            return self
-        others = tuple(member for member in self.group if member != node)
-        (weight,) = self.weights
-        return Round(others, others, self.self_weight + weight, (weight,) * len(others))
-
 
 @lru_cache(maxsize=4096)
-def round_of(phase: Phase, node: int) -> Round:
-    """Return the round of ``node`` in ``phase``."""
+def round_of(phase: Phase, node: int, *, reduces: bool = True) -> Round:
+    """Return the round of ``node`` in ``phase``; unless it ``reduces``, it has a message for each node of a group."""
     group = phase.group_of(node)
-    if group is not None and len(group.members) > 1:
-        if len(group.members) == _PAIR:
-            other = tuple(member for member in group.members if member != node)
-            return Round(other, other, group.own_weight, (group.peer_weight,))
-        self_weight = group.own_weight - group.peer_weight
-        return Round(self_weight=self_weight, weights=(group.peer_weight,), group=group.members)
+    if group is not None:
+        if len(group.members) > _PAIR and reduces:
+            self_weight = group.own_weight - group.peer_weight
+            return Round(self_weight=self_weight, weights=(group.peer_weight,), group=group.members)
+        others = tuple(member for member in group.members if member != node)
+        return Round(others, others, group.own_weight, (group.peer_weight,) * len(others))
     incoming = phase.in_edges(node)
     return Round(
         tuple(edge.target for edge in phase.out_edges(node)),
@@ -138,9 +130,13 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
     gamma, compressor = settings.gamma, settings.compressor
     ranks = 1 if settings.sharded else world.intra.size
     numel = sum(x.numel() for x in tensors)
-    buffer_plan = None if compressor is None else _plan_payload(tensors, -(-numel // ranks), ranks, compressor)
+    buffer_plan = None
     if compressor is not None:
-        gamma = choose_gamma(compressor, {x.dim() for x in tensors} if ranks == 1 else {1}, gamma)
+        # Tensor by tensor or, if the ranks of a node share the work, one flat shard.
+        shapes = [tuple(x.shape) for x in tensors] if ranks == 1 else [(-(-numel // ranks),)]
+        specs = [TensorSpec(str(number), shape, torch.float32) for number, shape in enumerate(shapes)]
+        buffer_plan = plan_buffer(specs, compressor)
+        gamma = choose_gamma(compressor, set(map(len, shapes)), gamma)
     gamma = 1.0 if gamma is None else gamma
     fields = {
         "tensors to be mixed": [(list(x.shape), str(x.dtype)) for x in tensors],
@@ -233,11 +229,3 @@ def _check_compression(schedule: ScheduleLike, settings: MixSettings) -> None:
             f"{schedule} changes from step to step, but residuals of compressed mixing are sums by its weights: use a "
             f"fixed graph, such as gossip.fixed_ring(n), gossip.static_exponential(n) or gossip.complete(n)."
         )
-
-
-def _plan_payload(tensors: list[Tensor], shard_numel: int, ranks: int, compressor: Compressor) -> BufferPlan:
-    """Return the layout of a payload: tensor by tensor or, if the ranks of a node share the work, one flat shard."""
-    if ranks > 1:
-        return plan_buffer([TensorSpec("shard", (shard_numel,), torch.float32)], compressor)
-    specs = [TensorSpec(str(number), tuple(x.shape), torch.float32) for number, x in enumerate(tensors)]
-    return plan_buffer(specs, compressor)

@@ -39,8 +39,6 @@ class ScheduleLike(Protocol):
     @property
     def is_doubly_stochastic(self) -> bool: ...
     @property
-    def is_symmetric(self) -> bool: ...
-    @property
     def is_fixed(self) -> bool: ...
     @property
     def is_exact(self) -> bool: ...
@@ -52,7 +50,6 @@ class ScheduleLike(Protocol):
     def digest(self) -> str: ...
     def phase(self, step: int) -> Phase: ...
     def report(self) -> ScheduleReport: ...
-    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -70,14 +67,22 @@ class ScheduleReport:
     exact: bool | None
     measured_phases: int
 
-    def __str__(self) -> str:
-        return f"{_summary(self.name, self.nodes, self.period, self.most_peers)}, {self._averaging()}"
+    @classmethod
+    def of(cls, schedule: ScheduleLike, measured_phases: int) -> ScheduleReport:
+        """Return the report of a schedule whose contraction is that of so many phases."""
+        contraction, exact = None, None
+        if schedule.nodes <= MOST_NODES:
+            contraction, exact = schedule.contraction, schedule.is_exact
+        return cls(
+            schedule.name, schedule.nodes, schedule.period, schedule.most_peers, contraction, exact, measured_phases
+        )
 
-    def _averaging(self) -> str:
-        phases = _count(self.measured_phases, "phase")
+    def __str__(self) -> str:
+        summary = _summary(self.name, self.nodes, self.period, self.most_peers)
         if self.contraction is None:
-            return "too many nodes to compute the contraction"
-        return f"averages exactly in {phases}" if self.exact else f"contraction {self.contraction:.6g} in {phases}"
+            return f"{summary}, too many nodes to compute the contraction"
+        averaging = "averages exactly" if self.exact else f"contraction {self.contraction:.6g}"
+        return f"{summary}, {averaging} in {_count(self.measured_phases, 'phase')}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,11 +148,6 @@ class Schedule:
         return all(_rows_sum_to_one(phase) for phase in self.phases)
 
     @cached_property
-    def is_symmetric(self) -> bool:
-        """Whether the matrix of every phase is symmetric."""
-        return all(_is_symmetric(phase) for phase in self.phases)
-
-    @cached_property
     def is_exact(self) -> bool:
         """Whether every node holds the mean after one period, to rounding (de-biased, if push-sum is needed)."""
         return averages_exactly(self.phases, self.nodes)
@@ -164,16 +164,7 @@ class Schedule:
 
     def report(self) -> ScheduleReport:
         """Return the properties of this schedule; they print as one line."""
-        computable = self.nodes <= MOST_NODES
-        return ScheduleReport(
-            self.name,
-            self.nodes,
-            self.period,
-            self.most_peers,
-            self.contraction if computable else None,
-            self.is_exact if computable else None,
-            self.period,
-        )
+        return ScheduleReport.of(self, self.period)
 
     @cached_property
     def digest(self) -> str:
@@ -202,13 +193,6 @@ def _rows_sum_to_one(phase: Phase) -> bool:
         balance.setdefault(edge.source, []).append(-edge.weight)
         balance.setdefault(edge.target, []).append(edge.weight)
     return all(abs(math.fsum(weights)) <= ROUNDING for weights in balance.values())
-
-
-def _is_symmetric(phase: Phase) -> bool:
-    weights = {(edge.source, edge.target): edge.weight for edge in phase.edges}
-    return all(
-        abs(weights.get((target, source), 0.0) - weight) <= ROUNDING for (source, target), weight in weights.items()
-    )
 
 
 def _fields_of(phase: Phase) -> Iterator[str]:

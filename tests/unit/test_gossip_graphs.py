@@ -65,7 +65,7 @@ def test_rows_and_columns_of_every_phase_sum_to_one(recipe: Callable[[int], Sche
             assert np.all(np.diag(matrix) > 0), schedule
             assert np.allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-14), schedule
             assert np.allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-14), schedule
-            if schedule.is_symmetric:
+            if recipe not in (static_exponential, directed_exponential):
                 assert np.array_equal(matrix, matrix.T), schedule
         assert schedule.is_doubly_stochastic, schedule
 
@@ -169,7 +169,6 @@ def test_an_even_ring_alternates_between_neighbours() -> None:
 
 def test_a_fixed_ring_takes_thirds() -> None:
     assert fixed_ring(5).is_fixed
-    assert fixed_ring(5).is_symmetric
     assert np.allclose(fixed_ring(5).phase(0).matrix(5)[0], [1 / 3, 1 / 3, 0, 0, 1 / 3], rtol=0, atol=1e-16)
     assert np.array_equal(fixed_ring(2).phase(0).matrix(2), [[0.5, 0.5], [0.5, 0.5]])
 
@@ -190,7 +189,6 @@ def test_one_peer_exponential_pairs_nodes_that_differ_in_one_bit() -> None:
 def test_a_static_exponential_sends_to_all_powers_of_two() -> None:
     schedule = static_exponential(6)
     assert schedule.is_fixed
-    assert not schedule.is_symmetric
     assert schedule.phase(0).out_edges(5) == tuple(Edge(5, target, 0.25) for target in (0, 1, 3))
 
 
@@ -311,7 +309,6 @@ def test_a_graph_of_the_users_own_mixes_with_metropolis_weights() -> None:
         [[0.25, 0.25, 0.25, 0.25], [0.25, 0.75, 0, 0], [0.25, 0, 0.75, 0], [0.25, 0, 0, 0.75]],
     )
     assert star.is_fixed
-    assert star.is_symmetric
     with pytest.raises(InvalidArgumentError, match="in from_edges node 2 has no peer"):
         from_edges(3, [(0, 1)])
 
