@@ -1,27 +1,30 @@
-"""Buckets of parameters that are mixed together, and the mix of each that is under way."""
+"""Buckets of parameters that are mixed together: the mix of each that is under way, and the norm of its gradient."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from flexcomm import InvalidArgumentError, MixResiduals, PushSum, mix, start_mix
+from flexcomm import InvalidArgumentError, MixResiduals, PushSum, start_mix
 from flexcomm.gossip import complete, plan_mix, round_of
 from flexdemo.parameters import local
 from flexdemo.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from torch import Tensor
     from torch.nn import Parameter
 
-    from flexcomm import Compressor, MixHandle, World
+    from flexcomm import Compressor, MixHandle, MixResult, World
     from flexcomm.gossip import ScheduleLike
     from flexdemo.gradients import Bucket
 
-__all__ = ["MixBucket", "MixSettings", "take_communicator"]
+__all__ = ["MixBucket", "MixSettings", "clip_", "gradients_of", "squared_norm", "take_communicator"]
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,21 @@ class MixBucket:
         self.params, self.names, self.sharded = list(bucket.params), list(bucket.names), bucket.averaged
         self.squared_distance: Tensor | None = None
         """The squared distance by which the last mix moved this rank's parameters."""
-        self._world, self._settings, self._communicator = world, settings, communicator
-        self._tensors = [local(param) for param in self.params]
-        if not self.sharded and len(self.params) > 1 and all(tensor.is_contiguous() for tensor in self._tensors):
-            self._tensors = [_flatten_(self.params)]
+        self._world, self._settings = world, settings
+        self.tensors = [local(param) for param in self.params]
+        """The tensors that are mixed: all elements of this rank's parameters."""
+        if not self.sharded and len(self.params) > 1 and all(tensor.is_contiguous() for tensor in self.tensors):
+            self.tensors = [_flatten_(self.params)]
         self._addresses = [local(param).data_ptr() for param in self.params]
         self.residuals = None if settings.compressor is None else MixResiduals()
         self.reset_residuals()
         self.push_sum = None if settings.schedule.is_doubly_stochastic else PushSum()
         self._handle: MixHandle[list[Tensor]] | None = None
         self._versions: list[int] = []
+        self._start_mix = partial(start_mix, self.tensors, world=world, sharded=self.sharded, communicator=communicator)
         # Here all ranks come in one order; in a backward pass they may not.
         plan_mix(
-            self._tensors,
+            self.tensors,
             settings.schedule,
             world=world,
             sharded=self.sharded,
@@ -72,18 +77,13 @@ class MixBucket:
         if self.residuals is None:
             return
         topology = self._world.topology
-        flat = torch.cat([x.reshape(-1) for x in self._tensors])
+        flat = torch.cat([x.reshape(-1) for x in self.tensors])
         if not self.sharded and topology.local_size > 1:
             # The ranks of a node share the work: each mixes one shard, the last of which may be padded.
             numel = -(-flat.numel() // topology.local_size)
             flat = torch.nn.functional.pad(flat, (0, numel * topology.local_size - flat.numel()))
             flat = flat[topology.local_rank * numel :][:numel]
         self.residuals.begin(flat, round_of(self._settings.schedule.phase(0), topology.node).weight_sum)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that are mixed: all elements of this rank's parameters."""
-        return self._tensors
 
     @property
     def is_under_way(self) -> bool:
@@ -93,18 +93,14 @@ class MixBucket:
         """Start to mix the current parameters."""
         self._check_addresses()
         self._versions = [version_of(param) for param in self.params]
-        self._handle = start_mix(
-            self._tensors,
+        self._handle = self._start_mix(
             settings.schedule,
             step,
-            world=self._world,
-            sharded=self.sharded,
             gamma=settings.gamma,
             push_sum=self.push_sum,
             compressor=settings.compressor,
             residuals=None if settings.compressor is None else self.residuals,
-            communicator=self._communicator,
-            out=self._tensors,
+            out=self.tensors,
         )
 
     def finish(self) -> None:
@@ -126,23 +122,15 @@ class MixBucket:
         if handle is not None:
             handle.cancel()
 
-    def mean(self) -> tuple[list[Tensor], Tensor]:
+    def mean(self) -> MixResult[list[Tensor]]:
         """Return the mean over all nodes and ranks, and this rank's squared distance from it. All ranks call it."""
-        mixed = mix(
-            self._tensors,
-            complete(self._world.topology.nodes),
-            0,
-            world=self._world,
-            sharded=self.sharded,
-            # A copy: the mean is read, and the weight of later rounds must not change.
-            push_sum=None if self.push_sum is None else PushSum(self.push_sum.weight),
-            communicator=self._communicator,
-        )
-        return mixed.tensors, mixed.squared_distance
+        # A copy: the mean is read, and the weight of later rounds must not change.
+        push_sum = None if self.push_sum is None else PushSum(self.push_sum.weight)
+        return self._start_mix(complete(self._world.topology.nodes), 0, push_sum=push_sum).wait()
 
     def write(self, values: list[Tensor]) -> None:
         """Copy values into the parameters."""
-        torch._foreach_copy_(self._tensors, values)
+        torch._foreach_copy_(self.tensors, values)
         self.accept_changes()
 
     def accept_changes(self) -> None:
@@ -177,6 +165,40 @@ def _flatten_(params: list[Parameter]) -> Tensor:
     for param, part in zip(params, parts, strict=True):
         param.data = part.view(param.shape)
     return flat
+
+
+def squared_norm(buckets: Iterable[Bucket], world: World) -> Tensor:
+    """Return the squared norm of the replica's gradient: this rank's, plus the shards of all ranks of its node.
+
+    If a bucket is sharded, the ranks of a node call it together.
+    """
+    whole, shards = torch.zeros(2, dtype=torch.float64, device=world.device)
+    has_shards = False
+    for bucket in buckets:
+        gradients = gradients_of(bucket)
+        has_shards |= bucket.averaged
+        if gradients:
+            norms = torch.stack([norm.to(world.device) for norm in torch._foreach_norm(gradients, 2.0, torch.float64)])
+            squared = norms.square().sum()
+            whole, shards = (whole, shards + squared) if bucket.averaged else (whole + squared, shards)
+    if has_shards and world.intra.size > 1:
+        shards = world.intra.all_reduce(shards.reshape(1)).wait().squeeze(0)
+    total: Tensor = whole + shards
+    return total
+
+
+def clip_(buckets: Collection[Bucket], world: World, max_norm: float) -> None:
+    """Scale all gradients by one factor, so that the norm of all together is at most ``max_norm``."""
+    scale = (max_norm / (squared_norm(buckets, world).sqrt() + 1e-6)).clamp(max=1.0)
+    for bucket in buckets:
+        gradients = gradients_of(bucket)
+        if gradients:
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+
+
+def gradients_of(bucket: Bucket) -> list[Tensor]:
+    """Return this rank's gradients of a bucket, of the parameters that have one."""
+    return [local(param.grad) for param in bucket.params if param.grad is not None]
 
 
 # Any: the owners are optimizers, of which only their lifetimes matter here.

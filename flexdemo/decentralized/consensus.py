@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexcomm import World
     from flexdemo.parameters import Group
 
-__all__ = ["INITIAL_STATE", "ConsensusControl", "ConsensusMonitor"]
+__all__ = ["INITIAL_STATE", "ConsensusControl", "update_consensus_"]
 
 Action = Literal["rounds", "complete"]
 
@@ -76,52 +76,27 @@ INITIAL_STATE: dict[str, float | int | bool] = {
     "consensus_complete": False,
     "consensus_launched": False,
 }
-"""The state of a monitor, in settings of a parameter group, because torch saves those."""
+"""The state of consensus control, in settings of the first parameter group, because torch saves those.
+
+It says how many rounds a step mixes, whether the next mix is over the complete graph, and whether the last one that was
+started is: that one is started again after a state was loaded.
+"""
 
 
-class ConsensusMonitor:
-    """Decides, equally on all ranks, how much is mixed. Its state is stored in the first parameter group."""
-
-    def __init__(self, control: ConsensusControl, world: World, groups: list[Group]) -> None:
-        self.control, self._world, self._groups = control, world, groups
-
-    @property
-    def rounds(self) -> int:
-        """The number of mixing rounds in a step."""
-        rounds: int = self._groups[0]["consensus_rounds"]
-        return rounds
-
-    @property
-    def uses_complete_graph(self) -> bool:
-        """Whether the next mix is over the complete graph."""
-        complete: bool = self._groups[0]["consensus_complete"]
-        return complete
-
-    @property
-    def launched_complete_graph(self) -> bool:
-        """Whether the last mix that was started is: it is started again after a state was loaded."""
-        launched: bool = self._groups[0]["consensus_launched"]
-        return launched
-
-    def record_launch(self) -> None:
-        self._groups[0]["consensus_launched"] = self.uses_complete_graph
-
-    def is_due(self, step: int) -> bool:
-        return step % self.control.every == 0
-
-    def update(self, squared_distance: float, squared_norm: float, lr: float) -> None:
-        """Compare the distance with the bound, over all ranks, and decide for the next steps. All ranks call it."""
-        own = torch.tensor([squared_distance, squared_norm], dtype=torch.float64)
-        distance, norm = self._world.control.all_gather(own).wait().mean(dim=0).sqrt().tolist()
-        state, control = self._groups[0], self.control
-        if not math.isfinite(norm) or not math.isfinite(distance):
-            # Such as those of a step that was skipped. All ranks see the same numbers, so all return.
-            return
-        decay = control.decay if state["consensus_norm"] else 0.0
-        state["consensus_norm"] = decay * state["consensus_norm"] + (1.0 - decay) * norm
-        exceeded = distance > control.bound * lr * state["consensus_norm"]
-        if control.action == "complete":
-            state["consensus_complete"] = exceeded
-        else:
-            wanted = self.rounds + (1 if exceeded else -1)
-            state["consensus_rounds"] = min(max(wanted, 1), control.most_rounds)
+def update_consensus_(
+    group: Group, control: ConsensusControl, world: World, squared_distance: float, squared_norm: float
+) -> None:
+    """Compare the distance with the bound, over all ranks, and decide equally on all how much the next steps mix."""
+    own = torch.tensor([squared_distance, squared_norm], dtype=torch.float64)
+    distance, norm = world.control.all_gather(own).wait().mean(dim=0).sqrt().tolist()
+    if not math.isfinite(norm) or not math.isfinite(distance):
+        # Such as those of a step that was skipped. All ranks see the same numbers, so all return.
+        return
+    decay = control.decay if group["consensus_norm"] else 0.0
+    group["consensus_norm"] = decay * group["consensus_norm"] + (1.0 - decay) * norm
+    exceeded = distance > control.bound * float(group["lr"]) * group["consensus_norm"]
+    if control.action == "complete":
+        group["consensus_complete"] = exceeded
+    else:
+        wanted = group["consensus_rounds"] + (1 if exceeded else -1)
+        group["consensus_rounds"] = min(max(wanted, 1), control.most_rounds)

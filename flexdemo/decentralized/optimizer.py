@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from flexcomm import BUCKET_BYTES, InvalidArgumentError, default_world, mix
 from flexcomm.gossip import base, complete
 from flexdemo.checkpoint.node_axis import FromOtherNodes
-from flexdemo.decentralized.buckets import MixBucket, MixSettings, take_communicator
-from flexdemo.decentralized.clipping import clip_, squared_norm
-from flexdemo.decentralized.consensus import INITIAL_STATE, ConsensusControl, ConsensusMonitor
+from flexdemo.decentralized.buckets import MixBucket, MixSettings, clip_, gradients_of, squared_norm, take_communicator
+from flexdemo.decentralized.consensus import INITIAL_STATE, ConsensusControl, update_consensus_
 from flexdemo.decentralized.replica_state import ReplicaState
 from flexdemo.gradients import ReadyBuckets, check_same_buckets, plan_buckets
 from flexdemo.inner import Inner
-from flexdemo.parameters import broadcast_parameters_, check_parameter, local, names_of
+from flexdemo.parameters import broadcast_parameters_, check_parameter, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -110,7 +109,6 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._optimizer = optimizer
         self._inner = Inner([optimizer], [len(optimizer.param_groups)])
         self._trained: set[Parameter] = set()
-        self._buckets: list[Bucket] = []
         self._mix_buckets: dict[Bucket, MixBucket] = {}
         self._ready = ReadyBuckets(self._advance)
         self._skips = False
@@ -118,7 +116,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **INITIAL_STATE})
         self._inner.take_over_state(self)
         self.defaults |= optimizer.defaults
-        self._monitor = None if control is None else ConsensusMonitor(control, self._world, self.param_groups)
+        self._control = control
         self._replica_state = ReplicaState(self._world)
         self._is_ready = True
         self._refresh()
@@ -131,7 +129,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
     @property
     def rounds(self) -> int:
         """The number of mixing rounds in a step; more than one only with ``control``."""
-        return 1 if self._monitor is None else self._monitor.rounds
+        return 1 if self._control is None else int(self.param_groups[0]["consensus_rounds"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -166,7 +164,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
         """
         floats = [x for x in buffers if x.is_floating_point()]
-        saved = [(bucket, [x.clone() for x in bucket.tensors]) for bucket in self._all_buckets()]
+        saved = [(bucket, [x.clone() for x in bucket.tensors]) for bucket in self._mix_buckets.values()]
         saved_floats = [x.clone() for x in floats]
         for bucket, _ in saved:
             bucket.wait_received()
@@ -181,8 +179,8 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
     @torch.no_grad()
     def _write_means(self, floats: list[Tensor]) -> None:
-        for bucket in self._all_buckets():
-            bucket.write(bucket.mean()[0])
+        for bucket in self._mix_buckets.values():
+            bucket.write(bucket.mean().tensors)
         for x in floats:
             mix(x, self._complete_graph.schedule, 0, world=self._world, communicator=self._communicator, out=x)
 
@@ -198,16 +196,16 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         The next step mixes the changed parameters.
         """
         self._check_between_steps("restarted")
-        for bucket in self._all_buckets():
+        for bucket in self._mix_buckets.values():
             bucket.cancel()
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """Return the root mean square, over replicas, of the distance to their mean. All ranks call it together."""
         total = torch.zeros(1, dtype=torch.float64)
-        for bucket in self._all_buckets():
+        for bucket in self._mix_buckets.values():
             bucket.wait_received()
-            total += bucket.mean()[1].cpu() * (self._world.topology.local_size if bucket.sharded else 1.0)
+            total += bucket.mean().squared_distance.cpu() * (self._world.topology.local_size if bucket.sharded else 1.0)
         return math.sqrt(float(self._world.control.all_gather(total).wait().mean()))
 
     def last_moved(self) -> float:
@@ -215,13 +213,11 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
         It is an estimate of :meth:`consensus_distance` that costs nothing.
         """
-        moved = (bucket.squared_distance for bucket in self._all_buckets())
-        return math.sqrt(sum(float(squared) for squared in moved if squared is not None))
+        return math.sqrt(self._squared_distance(ranks=1))
 
-    def _squared_distance_of_replica(self) -> float:
-        """Return the same distance, squared, of a whole replica: this rank's shards stand for those of its node."""
-        ranks = self._world.topology.local_size
-        moved = [(bucket.sharded, bucket.squared_distance) for bucket in self._all_buckets()]
+    def _squared_distance(self, ranks: int) -> float:
+        """Return the same distance, squared; this rank's shards stand for those of so many ranks of a replica."""
+        moved = [(bucket.sharded, bucket.squared_distance) for bucket in self._mix_buckets.values()]
         return sum(float(squared) * (ranks if sharded else 1) for sharded, squared in moved if squared is not None)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -250,7 +246,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._check_between_steps("saved")
         initial = self._initial_states()
         self.state.update(initial)
-        saved = self._replica_state.added_to(super().state_dict(), self.param_groups, self._all_buckets())
+        saved = self._replica_state.added_to(super().state_dict(), self.param_groups, self._mix_buckets.values())
         self.state.update({param: {} for param in initial})
         return saved
 
@@ -267,11 +263,8 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self.restart()
         self._refresh()
         policy = other_nodes or self._other_nodes
-        rest = self._replica_state.taken_from(state_dict, self.param_groups, self._all_buckets(), policy)
-        groups = self.param_groups
+        rest = self._replica_state.taken_from(state_dict, self.param_groups, self._mix_buckets.values(), policy)
         super().load_state_dict(rest)
-        groups[:] = self.param_groups
-        self.param_groups = groups
 
     def _check_between_steps(self, what: str) -> None:
         if self._ready.has_launched:
@@ -288,11 +281,10 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
     def _initial_states(self) -> dict[Tensor, dict[str, Any]]:
         """Return states for parameters that have none yet. Changes parameters, and changes them back."""
-        buckets = self._all_buckets()
-        for bucket in buckets:
+        for bucket in self._mix_buckets.values():
             bucket.wait_received()
         initial = self._inner.initial_states(self)
-        for bucket in buckets:
+        for bucket in self._mix_buckets.values():
             bucket.accept_changes()
         return initial
 
@@ -305,14 +297,10 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._trained |= new
         buckets = plan_buckets(self.param_groups, self._bucket_bytes, new.__contains__)
         check_same_buckets(buckets, self._world)
-        self._buckets += buckets
         new_buckets = [MixBucket(bucket, self._world, self._settings, self._communicator) for bucket in buckets]
         self._mix_buckets |= zip(buckets, new_buckets, strict=True)
         self._replica_state.measure(new_buckets)
-        self._ready.watch(self._buckets, early=self._overlap == "backward")
-
-    def _all_buckets(self) -> list[MixBucket]:
-        return [self._mix_buckets[bucket] for bucket in self._buckets]
+        self._ready.watch(list(self._mix_buckets), early=self._overlap == "backward")
 
     def _prepare_gradients(self) -> None:
         """Unscale and clip gradients, if asked for; find out whether this replica skips its step."""
@@ -326,14 +314,13 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
                 "use overlap='step', or bfloat16, which needs no scaler."
             )
         if scale is not None:
-            gradients = [local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None]
-            torch._foreach_div_(gradients, scale)
+            torch._foreach_div_([x for bucket in self._mix_buckets for x in gradients_of(bucket)], scale)
         if self._max_norm is not None:
-            clip_(self._buckets, self._world, self._max_norm)
+            clip_(self._mix_buckets, self._world, self._max_norm)
 
     def _replica_found_inf(self, found_inf: Tensor) -> bool:
         """Return whether this rank, or another with shards of the same replica, found infinity."""
-        if any(bucket.averaged for bucket in self._buckets) and self._world.intra.size > 1:
+        if any(bucket.averaged for bucket in self._mix_buckets) and self._world.intra.size > 1:
             found_inf = self._world.intra.all_reduce(found_inf.reshape(1).clone()).wait()
         return bool(found_inf.item())
 
@@ -343,11 +330,11 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         group = self.param_groups[bucket.group]
         mixed = 0
         if self._order == "mix-then-step" and group["step"] > 0:
-            mixed = self._finish_mix(bucket, self._launched_settings())
+            mixed = self._finish_mix(bucket, self._settings_by("consensus_launched"))
         if not self._skips:
             self._step_inner(bucket)
         if self._order == "step-then-mix" or self._overlap != "none":
-            self._start_mix(bucket, group["mixes"] + mixed, self._next_settings())
+            self._start_mix(bucket, group["mixes"] + mixed, self._settings_by("consensus_complete"))
 
     def _start_mix(self, bucket: Bucket, number: int, settings: MixSettings) -> None:
         """Start mix number ``number`` of a bucket, unless it is under way."""
@@ -355,7 +342,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
             self._mix_buckets[bucket].start(number, settings)
 
     def _finish_mix(self, bucket: Bucket, settings: MixSettings) -> int:
-        """Finish the mix under way, mix further rounds if the monitor asks for them, and return the number of rounds.
+        """Finish the mix under way, mix further rounds if there are more, and return the number of rounds.
 
         If no mix is under way, as after a state was loaded, it is started here, with the same result.
         """
@@ -378,28 +365,24 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._optimizer.step()
 
     def _finish_step(self) -> None:
-        """Count the step, and let the monitor decide how much the next steps mix."""
+        """Count the step, and decide how much the next steps mix."""
         first = self.param_groups[0]
         if self._order == "step-then-mix":
-            for bucket in self._buckets:
-                self._finish_mix(bucket, self._next_settings())
+            for bucket in self._mix_buckets:
+                self._finish_mix(bucket, self._settings_by("consensus_complete"))
         mixes = self.rounds if self._order == "step-then-mix" or first["step"] > 0 else 0
         for group in self.param_groups:
             group["step"] += 1
             group["mixes"] += mixes
-        if self._monitor is not None:
-            self._monitor.record_launch()
-            if self._monitor.is_due(first["step"]):
-                squared = float(squared_norm(self._buckets, self._world))
-                self._monitor.update(self._squared_distance_of_replica(), squared, float(first["lr"]))
+        first["consensus_launched"] = first["consensus_complete"]
+        if self._control is not None and first["step"] % self._control.every == 0:
+            distance = self._squared_distance(ranks=self._world.topology.local_size)
+            norm = float(squared_norm(self._mix_buckets, self._world))
+            update_consensus_(first, self._control, self._world, distance, norm)
 
-    def _next_settings(self) -> MixSettings:
-        is_complete = self._monitor is not None and self._monitor.uses_complete_graph
-        return self._complete_graph if is_complete else self._settings
-
-    def _launched_settings(self) -> MixSettings:
-        """Return the settings of the mix under way."""
-        is_complete = self._monitor is not None and self._monitor.launched_complete_graph
+    def _settings_by(self, decision: Literal["consensus_complete", "consensus_launched"]) -> MixSettings:
+        """Return the settings of the next mix or, as launched, of the one under way."""
+        is_complete = self._control is not None and self.param_groups[0][decision]
         return self._complete_graph if is_complete else self._settings
 
 

@@ -49,7 +49,7 @@ class ReplicaState:
                 (length,) = longest_on_node([bucket.residuals.state_dict()[RESIDUALS[0]].numel()], self._world)
                 self._residual_lengths[bucket] = length
 
-    def added_to(self, state_dict: dict[str, Any], groups: list[Group], buckets: list[MixBucket]) -> dict[str, Any]:
+    def added_to(self, state_dict: dict[str, Any], groups: list[Group], buckets: Iterable[MixBucket]) -> dict[str, Any]:
         """Return torch's state dict with a node axis in every tensor."""
         firsts = {bucket.params[0]: bucket for bucket in buckets}
         for packed, group in zip(state_dict["param_groups"], groups, strict=True):
@@ -75,7 +75,7 @@ class ReplicaState:
         return saved
 
     def taken_from(
-        self, state_dict: dict[str, Any], groups: list[Group], buckets: list[MixBucket], other_nodes: OtherNodes
+        self, state_dict: dict[str, Any], groups: list[Group], buckets: Iterable[MixBucket], other_nodes: OtherNodes
     ) -> dict[str, Any]:
         """Load parameters and residuals, and return the rest for torch to load. Nothing changes if this raises."""
         check_sizes(state_dict["param_groups"], groups)
