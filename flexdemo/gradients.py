@@ -32,7 +32,7 @@ from flexcomm import (
     start_planned,
 )
 from flexdemo.parameters import gradient_of, is_sharded, local, names_of
-from flexdemo.torch_private.autograd import version_of
+from flexdemo.torch_private import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

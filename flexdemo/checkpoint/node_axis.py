@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from flexcomm import InvalidArgumentError
-from flexdemo.torch_private.device_mesh import mesh_without_groups
+from flexdemo.torch_private import mesh_without_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

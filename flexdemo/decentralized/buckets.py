@@ -12,7 +12,7 @@ import torch
 from flexcomm import InvalidArgumentError, MixResiduals, PushSum, start_mix
 from flexcomm.gossip import complete, plan_mix, round_of
 from flexdemo.parameters import local
-from flexdemo.torch_private.autograd import version_of
+from flexdemo.torch_private import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

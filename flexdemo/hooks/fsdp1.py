@@ -12,7 +12,7 @@ from flexcomm import InvalidArgumentError, TopologyError
 from flexdemo.gradients import Bucket
 from flexdemo.hooks.handle import BackwardPass
 from flexdemo.parameters import broadcast_parameters_
-from flexdemo.torch_private.fsdp1 import flat_params_of, has_saved_gradient, remove_comm_hook, set_comm_hook_state
+from flexdemo.torch_private import flat_params_of, has_saved_gradient, remove_comm_hook, set_comm_hook_state
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,15 +14,14 @@ from flexcomm import InvalidArgumentError
 from flexdemo.gradients import Bucket
 from flexdemo.hooks.handle import BackwardPass
 from flexdemo.parameters import broadcast_parameters_, check_parameter, local
-from flexdemo.torch_private.autograd import has_post_accumulate_grad_hooks
-from flexdemo.torch_private.fsdp2 import param_groups_of
+from flexdemo.torch_private import has_post_accumulate_grad_hooks, param_groups_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
     from flexdemo.hooks.handle import HookHandle
-    from flexdemo.torch_private.fsdp2 import ParamGroup
+    from flexdemo.torch_private import ParamGroup
 
 __all__ = ["attach_to_units"]
 

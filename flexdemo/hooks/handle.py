@@ -8,7 +8,7 @@ from flexcomm import FlexcommError, InvalidArgumentError, TransportError, defaul
 from flexdemo.checkpoint.entries import find_entries, load_states
 from flexdemo.checkpoint.node_axis import NodeAxis
 from flexdemo.gradients import BucketExchange, CompressionSettings, choose_algorithm
-from flexdemo.torch_private.autograd import queue_callback
+from flexdemo.torch_private import queue_callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

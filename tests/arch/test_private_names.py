@@ -20,15 +20,11 @@ STAND_INS = {"tests/unit/test_torch_versions.py", "tests/unit/test_flexdemo_torc
 PRIVATE_NAMES = {
     "flexcomm/kernels/cpu/cache/sharing.py": {"_cache", "_rebuild", "_reduce"},  # numba's
     "flexcomm/stats.py": {"_is_profiler_enabled"},
-    "flexdemo/torch_private/autograd.py": {
-        "_execution_engine", "_post_accumulate_grad_hooks", "_version", "queue_callback",
-    },
-    "flexdemo/torch_private/device_mesh.py": {"_init_backend"},
-    "flexdemo/torch_private/fsdp1.py": {"_comm_hook", "_comm_hook_state", "_handle", "_saved_grad_shard", "flat_param"},
-    "flexdemo/torch_private/fsdp2.py": {
-        "_all_reduce_hook", "_fsdp_param_groups", "_get_fsdp_state", "force_sum_reduction_for_comms", "fsdp_params",
-        "gradient_divide_factor", "mp_policy", "padded_sharded_param_size", "reduce_scatter_unused_params",
-        "sharded_param",
+    "flexdemo/torch_private.py": {
+        "_all_reduce_hook", "_comm_hook", "_comm_hook_state", "_execution_engine", "_fsdp_param_groups",
+        "_get_fsdp_state", "_handle", "_init_backend", "_post_accumulate_grad_hooks", "_saved_grad_shard", "_version",
+        "flat_param", "force_sum_reduction_for_comms", "fsdp_params", "gradient_divide_factor", "mp_policy",
+        "padded_sharded_param_size", "queue_callback", "reduce_scatter_unused_params", "sharded_param",
     },
     "tests/ranks/preload.py": {"_dynamo"},
 }  # fmt: skip

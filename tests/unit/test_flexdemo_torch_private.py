@@ -13,9 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Linear, Parameter
 
 from flexcomm import TorchVersionError
-from flexdemo.torch_private import device_mesh, fsdp1
-from flexdemo.torch_private.autograd import has_post_accumulate_grad_hooks, queue_callback, version_of
-from flexdemo.torch_private.fsdp2 import param_groups_of
+from flexdemo import torch_private
+from flexdemo.torch_private import has_post_accumulate_grad_hooks, param_groups_of, queue_callback, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,24 +110,24 @@ def test_a_name_that_fsdp2_no_longer_has_is_an_error_with_the_version(name: str)
 @pytest.mark.parametrize("name", ["_handle", "_comm_hook_state", "_comm_hook"])
 def test_a_name_that_fsdp1_no_longer_has_is_an_error(name: str) -> None:
     used: dict[str, Any] = {
-        "_handle": fsdp1.flat_params_of,
-        "_comm_hook_state": lambda unit: fsdp1.set_comm_hook_state(unit, None),
-        "_comm_hook": fsdp1.remove_comm_hook,
+        "_handle": torch_private.flat_params_of,
+        "_comm_hook_state": lambda unit: torch_private.set_comm_hook_state(unit, None),
+        "_comm_hook": torch_private.remove_comm_hook,
     }
     with pytest.raises(TorchVersionError, match=f"has no SimpleNamespace.{name}, "):
         used[name](SimpleNamespace())
 
 
 def test_an_fsdp1_that_saves_gradients_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp1, "FlatParameter", type("FlatParameter", (), {"__annotations__": {}}))
+    monkeypatch.setattr(torch_private, "FlatParameter", type("FlatParameter", (), {"__annotations__": {}}))
     with pytest.raises(TorchVersionError, match=r"has no FlatParameter\._saved_grad_shard"):
-        fsdp1.set_comm_hook_state(SimpleNamespace(_comm_hook_state=None), None)  # type: ignore[arg-type]
+        torch_private.set_comm_hook_state(SimpleNamespace(_comm_hook_state=None), None)  # type: ignore[arg-type]
 
 
 def test_a_mesh_that_always_makes_groups_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_mesh, "DeviceMesh", lambda kind, ranks, *, mesh_dim_names: None)  # noqa: ARG005
+    monkeypatch.setattr(torch_private, "DeviceMesh", lambda kind, ranks, *, mesh_dim_names: None)  # noqa: ARG005
     with pytest.raises(TorchVersionError, match="_init_backend"):
-        device_mesh.mesh_without_groups("cpu", [[0]], ("node", "local_rank"))
+        torch_private.mesh_without_groups("cpu", [[0]], ("node", "local_rank"))
 
 
 def test_a_callback_is_called_when_the_backward_pass_ends() -> None:

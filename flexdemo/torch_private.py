@@ -1,0 +1,158 @@
+"""All that flexdemo uses of torch and torch keeps private.
+
+Nothing else in this package touches a private name of torch, but for ``torch._foreach_*``: torch's own optimizers are
+written with these functions, and so are those of other libraries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FlatParameter
+
+from flexcomm.torch_versions import missing, private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+    from torch.nn import Parameter
+
+__all__ = [
+    "ParamGroup",
+    "ShardedParam",
+    "flat_params_of",
+    "has_post_accumulate_grad_hooks",
+    "has_saved_gradient",
+    "mesh_without_groups",
+    "param_groups_of",
+    "queue_callback",
+    "remove_comm_hook",
+    "set_comm_hook_state",
+    "version_of",
+]
+
+# Autograd
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that is running ends without an error."""
+    _find_queue_callback()(callback)
+
+
+@cache
+def _find_queue_callback() -> Callable[[Callable[[], None]], None]:
+    # Public since torch 2.15.
+    public: Callable[[Callable[[], None]], None] | None = getattr(torch.autograd.graph, "queue_callback", None)
+    return public or private(Variable, "_execution_engine", "queue_callback")
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was changed in place, as autograd counts it."""
+    return int(private(tensor, "_version"))
+
+
+def has_post_accumulate_grad_hooks(param: Tensor) -> bool:
+    return bool(private(param, "_post_accumulate_grad_hooks"))
+
+
+# Device meshes
+
+
+def mesh_without_groups(device_type: str, ranks: Sequence[Sequence[int]], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of ``ranks`` with axes ``names``, without the process groups that all ranks would have to make."""
+    try:
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    except TypeError as error:
+        raise missing("DeviceMesh(_init_backend=...)") from error
+
+
+# FSDP2: FSDPModule has setters for most of this, but no getters.
+
+
+@dataclass(frozen=True)
+class ShardedParam:
+    """A sharded parameter, which takes ``padded_numel`` elements of its group's flat gradient."""
+
+    param: Parameter
+    padded_numel: int
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters whose gradients lie one behind the other, in this order, in one reduce-scatter.
+
+    ``scales_gradients``: ``set_gradient_divide_factor`` or ``set_force_sum_reduction_for_comms`` was called.
+    ``reduces_unused``: what ``set_reduce_scatter_unused_params`` was last called with.
+    """
+
+    params: tuple[ShardedParam, ...]
+    reduce_dtype: torch.dtype
+    has_all_reduce_hook: bool
+    scales_gradients: bool
+    reduces_unused: bool
+
+
+def param_groups_of(unit: FSDPModule) -> list[ParamGroup]:
+    """Return the parameter groups of a unit: none without parameters, several if they are on different meshes."""
+    state = private(unit, "_get_fsdp_state")()
+    return [_read(group) for group in private(state, "_fsdp_param_groups")]
+
+
+def _read(group: Any) -> ParamGroup:  # torch's FSDPParamGroup
+    found = private(group, "fsdp_params")
+    params = tuple(
+        ShardedParam(private(one, "sharded_param"), private(one, "padded_sharded_param_size").numel()) for one in found
+    )
+    trained = [one.param for one in params if one.param.requires_grad] or [params[0].param]
+    return ParamGroup(
+        params,
+        _reduce_dtype(private(found[0], "mp_policy"), trained[0].dtype),
+        private(group, "_all_reduce_hook") is not None,
+        private(group, "gradient_divide_factor") is not None or private(group, "force_sum_reduction_for_comms"),
+        private(group, "reduce_scatter_unused_params"),
+    )
+
+
+def _reduce_dtype(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of parameters of ``param_dtype`` are reduced."""
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype
+    # torch 2.15 no longer reduces in the dtype in which it computes (docs of MixedPrecisionPolicy).
+    if torch.__version__ < "2.15" and policy.param_dtype is not None:
+        return policy.param_dtype
+    return param_dtype
+
+
+# FSDP1
+
+
+def flat_params_of(unit: FullyShardedDataParallel) -> list[FlatParameter]:
+    """Return a unit's flat parameter; none if all it wraps is wrapped again inside."""
+    handle = private(unit, "_handle")
+    return [] if handle is None else [private(handle, "flat_param")]
+
+
+def set_comm_hook_state(unit: FullyShardedDataParallel, state: object) -> None:
+    """Give one unit a hook state of its own: ``register_comm_hook`` gives the same one to all units."""
+    private(unit, "_comm_hook_state")
+    # torch deletes the attribute between backward passes, so only its declaration can be looked up.
+    if "_saved_grad_shard" not in FlatParameter.__annotations__:
+        raise missing("FlatParameter._saved_grad_shard")
+    unit._comm_hook_state = state
+
+
+def remove_comm_hook(unit: FullyShardedDataParallel) -> None:
+    private(unit, "_comm_hook")
+    unit._comm_hook = unit._comm_hook_state = None
+
+
+def has_saved_gradient(flat_param: Tensor) -> bool:
+    """Return whether FSDP adds the next gradient to one of an earlier backward pass."""
+    return getattr(flat_param, "_saved_grad_shard", None) is not None
