@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -14,7 +14,6 @@ from flexdemo.checkpoint.node_state import NodeState
 from flexdemo.gradients import GradientExchange
 from flexdemo.local_steps import LocalSteps
 from flexdemo.parameters import broadcast_parameters_, check_parameter, names_of
-from flexdemo.settings import check_group, check_sync_every, check_sync_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,10 +24,19 @@ if TYPE_CHECKING:
     from flexcomm import Average, NonFinitePolicy, World
     from flexdemo.checkpoint.node_axis import OtherNodes
     from flexdemo.gradients import BucketResult, CompressionSettings
+    from flexdemo.local_steps import OuterOptimizer
     from flexdemo.parameters import Group
-    from flexdemo.settings import OuterOptimizer, SyncTarget
 
-__all__ = ["NodeOptimizer"]
+    Rule = tuple[Callable[[Any], bool], str]
+
+__all__ = ["ABOVE_0_TO_1", "AT_LEAST_0", "FROM_0_TO_1", "NodeOptimizer", "SyncTarget"]
+
+SyncTarget = Literal["gradients", "steps"]
+"""What nodes send each other: gradients, from which all take the same step, or how far each moved by its own step."""
+
+AT_LEAST_0: Rule = (lambda value: value >= 0, "at least 0")
+FROM_0_TO_1: Rule = (lambda value: 0 <= value <= 1, "from 0 to 1")
+ABOVE_0_TO_1: Rule = (lambda value: 0 < value <= 1, "above 0, at most 1")
 
 
 class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
@@ -37,6 +45,12 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
     # torch's GradScaler leaves inf and scale to optimizers that say so. Were it to decide alone, on each rank, some
     # ranks would skip a step in which others wait for them.
     _step_supports_amp_scaling = True
+
+    _rules: ClassVar[dict[str, Rule]]
+    """The settings of a parameter group that are checked: what each may be, as a test and in words."""
+
+    _has_local_residuals = True
+    """Whether a node that takes local steps keeps what it does not apply."""
 
     def __init__(
         self,
@@ -52,33 +66,27 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         outer: OuterOptimizer | None,
         overlap: bool,
     ) -> None:
-        check_sync_every(sync_every)
-        check_sync_target(sync)
-        if outer is not None and sync_every == 1 and sync == "gradients":
-            raise InvalidArgumentError("outer moves nodes that took local steps: pass sync_every= above 1, too.")
+        _check_arguments(sync_every, sync, outer)
         self._world = default_world() if world is None else world
         self._is_ready = False
         super().__init__(params, {**defaults, "step": 0})
-        alone = sync_every > 1 or sync == "steps"
+        local = sync_every > 1 or sync == "steps"
         self._gradients = GradientExchange(
             self.param_groups,
-            self._world.node_only() if alone else self._world,
-            self._local_settings if alone else self._sync_settings,
+            self._world.node_only() if local else self._world,
+            self._local_settings if local else self._sync_settings,
             average=average,
             nonfinite=nonfinite,
             bucket_bytes=bucket_bytes,
-            has_residuals=not alone or self._has_local_residuals,
+            has_residuals=not local or self._has_local_residuals,
             overlap=overlap,
         )
         self._local_steps = (
-            LocalSteps(self.param_groups, self._world, sync_every, outer, nonfinite, bucket_bytes) if alone else None
+            LocalSteps(self.param_groups, self._world, sync_every, outer, nonfinite, bucket_bytes) if local else None
         )
         self._node_state = NodeState(self._world, self._gradients, self._local_steps)
         self._is_ready = True
         self._refresh()
-
-    _has_local_residuals = True
-    """Whether a node that takes local steps keeps what it does not apply."""
 
     @abstractmethod
     def _sync_settings(self, group: Group) -> CompressionSettings:
@@ -110,18 +118,19 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             results = self._gradients.exchange(scale, "skip" if skips else None)
             if results is not None:
                 self._apply(results)
-        except TransportError:
+        except FlexcommError as error:
+            # With local steps the other nodes did not fail, and wait for this one in the outer step.
+            if self._local_steps is not None and not isinstance(error, TransportError):
+                self._finish_step()
             raise
-        except FlexcommError:
-            if self._local_steps is not None:
-                # Also where this node's step failed: the others wait for it there.
-                self._count_step()
-                self._local_steps.outer_step_if_due(self.param_groups[0]["step"])
-            raise
-        self._count_step()
+        self._finish_step()
+        return loss
+
+    def _finish_step(self) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
         if self._local_steps is not None:
             self._local_steps.outer_step_if_due(self.param_groups[0]["step"])
-        return loss
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for backward passes that only accumulate: with ``overlap``, nothing leaves during them."""
@@ -139,7 +148,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             param_group.setdefault("step", self.param_groups[0]["step"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        check_group(group)
+        self._check_group(group)
         for param, name in zip(group["params"], names_of(self.param_groups)[-1], strict=True):
             check_parameter(param, name, self._world.topology)
             # Present before the first step: torch's checkpoints take that for granted.
@@ -147,6 +156,17 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         broadcast_parameters_(group["params"], self._world, are_shards=group["node_averaged"])
         if self._is_ready:
             self._refresh()
+
+    def _check_group(self, group: Group) -> None:
+        wrong = [
+            f"{name} is {group[name]!r}, but must be {needed}"
+            for name, (allows, needed) in self._rules.items()
+            if name in group and not allows(group[name])
+        ]
+        if not hasattr(group["compressor"], "plan"):
+            wrong.append(f"compressor is {group['compressor']!r}, but must be one, such as flexcomm.demo()")
+        if wrong:
+            raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own format. What is a node's own has a node axis; see docs/training.md."""
@@ -173,6 +193,11 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             self._local_steps.refresh()
         self._node_state.measure()
 
-    def _count_step(self) -> None:
-        for group in self.param_groups:
-            group["step"] += 1
+
+def _check_arguments(sync_every: object, sync: SyncTarget, outer: OuterOptimizer | None) -> None:
+    if not isinstance(sync_every, int) or sync_every < 1:
+        raise InvalidArgumentError(f"sync_every is {sync_every!r}, but must be a whole number, at least 1.")
+    if sync not in get_args(SyncTarget):
+        raise InvalidArgumentError(f"sync is {sync!r}, but must be one of {', '.join(get_args(SyncTarget))}.")
+    if outer is not None and sync_every == 1 and sync == "gradients":
+        raise InvalidArgumentError("outer moves nodes that took local steps: pass sync_every= above 1, too.")

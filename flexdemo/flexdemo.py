@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from flexcomm import BUCKET_BYTES, demo
-from flexdemo.base import NodeOptimizer
+from flexdemo.base import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, NodeOptimizer
 from flexdemo.gradients import CompressionSettings
 from flexdemo.parameters import local
 
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
     from flexcomm import Average, Compressor, NonFinitePolicy, World
     from flexdemo.gradients import BucketResult
+    from flexdemo.local_steps import OuterOptimizer
     from flexdemo.parameters import Group
-    from flexdemo.settings import OuterOptimizer, Update
 
 __all__ = ["FlexDeMo"]
+
+Update = Literal["sign", "plain"]
 
 
 class FlexDeMo(NodeOptimizer):
@@ -66,6 +68,14 @@ class FlexDeMo(NodeOptimizer):
         tensor([[-0.5000, -0.5000, -0.5000, -0.5000, -0.5000, -0.5000, -0.5000, -0.5000]])
 
     """
+
+    _rules = {  # noqa: RUF012  (declared in the base)
+        "lr": AT_LEAST_0,
+        "decay": FROM_0_TO_1,
+        "weight_decay": AT_LEAST_0,
+        "alpha": ABOVE_0_TO_1,
+        "update": (get_args(Update).__contains__, f"one of {', '.join(get_args(Update))}"),
+    }
 
     def __init__(
         self,

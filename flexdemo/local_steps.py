@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from flexcomm import InvalidArgumentError
 from flexdemo.gradients import BucketExchange, CompressionSettings, plan_buckets
 from flexdemo.parameters import local
 
@@ -16,9 +18,33 @@ if TYPE_CHECKING:
     from flexcomm import NonFinitePolicy, World
     from flexdemo.gradients import Bucket, BucketResult
     from flexdemo.parameters import Group
-    from flexdemo.settings import OuterOptimizer
 
-__all__ = ["LocalSteps"]
+__all__ = ["LocalSteps", "OuterOptimizer"]
+
+
+@dataclass(frozen=True)
+class OuterOptimizer:
+    """How nodes move together after local steps: SGD on the averaged difference, as DiLoCo does (arXiv 2311.08105).
+
+    Args:
+        lr: the learning rate; 1.0 without momentum is the plain average.
+        momentum: of the averaged differences.
+        nesterov: whether the momentum is Nesterov's.
+
+    Example:
+        >>> import flexdemo
+        >>> flexdemo.OuterOptimizer(lr=1.0, momentum=0.0)
+        OuterOptimizer(lr=1.0, momentum=0.0, nesterov=True)
+
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and 0 <= self.momentum < 1):
+            raise InvalidArgumentError(f"{self}: lr must be above 0, and momentum at least 0 and below 1.")
 
 
 class LocalSteps:
@@ -62,12 +88,11 @@ class LocalSteps:
         if step % self.every:
             return
         for bucket in self.buckets:
-            gone = torch._foreach_sub(
-                [self.anchors[param] for param in bucket.params], [local(p) for p in bucket.params]
-            )
+            anchors, params = [self.anchors[param] for param in bucket.params], [local(p) for p in bucket.params]
+            moved = torch._foreach_sub(anchors, params)
             settings = self.settings_of(bucket)
             algorithm = self.exchange.algorithm_of(bucket, self.buckets, settings.compressor)
-            self.exchange.start(bucket, list(gone), settings, step // self.every, algorithm=algorithm)
+            self.exchange.start(bucket, list(moved), settings, step // self.every, algorithm=algorithm)
         for result in self.exchange.finish() or []:
             self._move(result)
 
