@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from flexcomm import InvalidArgumentError
 from flexdemo.predict.errors import PredictError
-from flexdemo.runtime import Compression, LinkTable, ModelError
+from flexdemo.runtime import Compression, LinkTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -122,7 +123,7 @@ def read_calibration(file: Path) -> Calibration:
             compute=_read_compute(document.child("compute")) if "compute" in document else None,
             codec=tuple(_read_compression(one) for one in document.children("codec")),
         )
-    except ModelError as error:
+    except InvalidArgumentError as error:
         raise PredictError(f"{file}: {error}") from error
 
 
@@ -195,7 +196,7 @@ def read_collectives(file: Path) -> Calibration:
     try:
         links = _make_table("all-reduce", nodes, all_reduces), _make_table("gather", nodes, gathered)
         return Calibration(nodes, ranks, links, None, fit_compressions(timings) if timings else ())
-    except ModelError as error:
+    except InvalidArgumentError as error:
         raise PredictError(f"{file}: {error}") from error
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flexcomm import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES, InvalidArgumentError
 from flexdemo.predict.calibration import Calibration, read_calibration, read_collectives
 from flexdemo.predict.errors import PredictError
 from flexdemo.predict.methods import SCHEDULES, plan_methods
@@ -24,7 +24,7 @@ from flexdemo.predict.report import (
     write_table,
 )
 from flexdemo.predict.scenario import DDP_BUCKET_BYTES, PredictOptions, given_compute, plan_scenario
-from flexdemo.runtime import ModelError, Straggler
+from flexdemo.runtime import Straggler
 
 __all__ = ["predict"]
 
@@ -230,5 +230,5 @@ def parse_straggler(text: str) -> Straggler:
         )
     try:
         return Straggler(float(match[1]), float(match[2]) / 100)
-    except ModelError as error:
+    except InvalidArgumentError as error:
         raise PredictError(f"got --straggler {text!r}: {error}") from error

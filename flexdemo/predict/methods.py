@@ -10,7 +10,6 @@ from flexcomm import InvalidArgumentError, gossip
 from flexdemo.predict.calibration import compression_for_k
 from flexdemo.predict.errors import PredictError
 from flexdemo.runtime import (
-    ModelError,
     Updates,
     choose_algorithm,
     sent_nbytes,
@@ -193,6 +192,6 @@ def plan_methods(
             methods.append(DecentralizedMethod(name, updates))
     try:
         compressions = [compression_for_k(codec, k) for k in sorted(options.ks, reverse=True)]
-    except ModelError as error:
+    except InvalidArgumentError as error:
         raise PredictError(f"got --k {', '.join(map(str, options.ks))}: {error}") from error
     return [*methods, *(FlexDemoMethod(one, options.overlap) for one in compressions)], skipped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flexcomm import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES, InvalidArgumentError
 from flexdemo.predict.calibration import Compute
 from flexdemo.predict.errors import PredictError
 from flexdemo.runtime import (
@@ -13,7 +13,6 @@ from flexdemo.runtime import (
     Cluster,
     Horizon,
     MeasuredLinks,
-    ModelError,
     Straggler,
     Workload,
     plan_workload,
@@ -146,7 +145,7 @@ def plan_scenario(options: PredictOptions, measured: Calibration | None) -> Scen
         )
         # Checks its numbers here, where an error can still name what was given.
         _ = scenario.cluster
-    except ModelError as error:
+    except InvalidArgumentError as error:
         raise PredictError(str(error)) from error
     return scenario
 

@@ -15,7 +15,6 @@ Example::
 """
 
 from flexdemo.runtime.comparison import BreakEven, SpeedupFactors, explain_speedup, find_break_evens
-from flexdemo.runtime.errors import ModelError
 from flexdemo.runtime.links import AlphaBeta, Links, LinkTable, MeasuredLinks, fit_alpha_beta
 from flexdemo.runtime.schedules import AllReduceSchedule, Schedule
 from flexdemo.runtime.simulation import (
@@ -43,7 +42,6 @@ __all__ = [
     "LinkTable",
     "Links",
     "MeasuredLinks",
-    "ModelError",
     "Schedule",
     "SpeedupFactors",
     "Straggler",

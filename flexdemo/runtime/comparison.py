@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from flexdemo.runtime.errors import ModelError
+from flexcomm import InvalidArgumentError
 from flexdemo.runtime.schedules import AllReduceSchedule
 from flexdemo.runtime.simulation import HORIZON, Horizon, Updates, simulate_all_reduce, simulate_decentralized
 
@@ -51,7 +51,7 @@ def find_break_evens(
         speedup: the ratio of the two times that is searched for.
 
     Raises:
-        ModelError: the lowest rate is not positive, or not below the highest.
+        InvalidArgumentError: the lowest rate is not positive, or not below the highest.
 
     Example::
 
@@ -66,7 +66,9 @@ def find_break_evens(
 
     """
     if not 0 < lowest_bytes_per_s < highest_bytes_per_s:
-        raise ModelError(f"got rates from {lowest_bytes_per_s} to {highest_bytes_per_s}, needed 0 < lowest < highest.")
+        raise InvalidArgumentError(
+            f"got rates from {lowest_bytes_per_s} to {highest_bytes_per_s}, needed 0 < lowest < highest."
+        )
 
     def is_faster(log_rate: float) -> bool:
         rate = math.exp(log_rate)
@@ -132,7 +134,7 @@ def explain_speedup(
         horizon: how many iterations are simulated.
 
     Raises:
-        ModelError: the schedule is for another number of nodes, or ``updates`` is unknown.
+        InvalidArgumentError: the schedule is for another number of nodes, or ``updates`` is unknown.
 
     Example::
 

@@ -19,9 +19,19 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from flexdemo.runtime.errors import ModelError, check_at_least
+from flexcomm import InvalidArgumentError
 
-__all__ = ["LINKS", "AlphaBeta", "LinkTable", "Links", "MeasuredLinks", "crossings", "fit_alpha_beta"]
+__all__ = [
+    "LINKS",
+    "AlphaBeta",
+    "LinkTable",
+    "Links",
+    "MeasuredLinks",
+    "check_at_least",
+    "check_between",
+    "crossings",
+    "fit_alpha_beta",
+]
 
 LINKS = ("group", "edges", "all-reduce", "gather", "intra")
 
@@ -54,10 +64,9 @@ def rounds(link: str, k: int) -> int:
     return math.ceil(math.log2(k)) if k > 1 else 0
 
 
-def check_link(link: str) -> None:
-    """Raise ``ModelError`` unless ``link`` is a known type of exchange."""
+def _check_link(link: str) -> None:
     if link not in LINKS:
-        raise ModelError(f"got the link {link!r}, needed one of {', '.join(LINKS)}.")
+        raise InvalidArgumentError(f"got the link {link!r}, needed one of {', '.join(LINKS)}.")
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class AlphaBeta:
         intra_latency_s: the latency inside a node.
 
     Raises:
-        ModelError: a rate is not positive, or a latency is negative.
+        InvalidArgumentError: a rate is not positive, or a latency is negative.
 
     """
 
@@ -83,13 +92,13 @@ class AlphaBeta:
     def __post_init__(self) -> None:
         for name in ("bytes_per_s", "intra_bytes_per_s"):
             if not getattr(self, name) > 0:
-                raise ModelError(f"got {name} = {getattr(self, name)}, needed more than 0.")
+                raise InvalidArgumentError(f"got {name} = {getattr(self, name)}, needed more than 0.")
         check_at_least("latency_s", self.latency_s, 0.0)
         check_at_least("intra_latency_s", self.intra_latency_s, 0.0)
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
         """Return the seconds of one exchange; see :class:`Links`."""
-        check_link(link)
+        _check_link(link)
         if link == "intra":
             return rounds(link, k) * self.intra_latency_s + crossings(link, k) * nbytes / self.intra_bytes_per_s
         return rounds(link, k) * self.latency_s + crossings(link, k) * nbytes / self.bytes_per_s
@@ -110,7 +119,7 @@ class LinkTable:
         seconds: the time of each size.
 
     Raises:
-        ModelError: an unknown ``link``, sizes that do not ascend, or a time that is not positive and finite.
+        InvalidArgumentError: an unknown ``link``, sizes that do not ascend, or a time that is not positive and finite.
 
     """
 
@@ -120,18 +129,22 @@ class LinkTable:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        check_link(self.link)
+        _check_link(self.link)
         check_at_least("k", self.k, 1)
         if not self.nbytes or len(self.nbytes) != len(self.seconds):
-            raise ModelError(
+            raise InvalidArgumentError(
                 f"the table of {self.link} among {self.k} has {len(self.nbytes)} sizes and {len(self.seconds)} times, "
                 f"needed as many of one as of the other, and at least one."
             )
         if list(self.nbytes) != sorted(set(self.nbytes)) or self.nbytes[0] < 1:
-            raise ModelError(f"got the sizes {self.nbytes}, needed whole numbers of bytes in ascending order.")
+            raise InvalidArgumentError(
+                f"got the sizes {self.nbytes}, needed whole numbers of bytes in ascending order."
+            )
         for seconds in self.seconds:
             if not 0 < seconds < math.inf:
-                raise ModelError(f"the table of {self.link} among {self.k} says {seconds} s, needed more than 0.")
+                raise InvalidArgumentError(
+                    f"the table of {self.link} among {self.k} says {seconds} s, needed more than 0."
+                )
 
     def at(self, nbytes: float) -> float:
         """Return the seconds of ``nbytes``, interpolated linearly, or extrapolated from the two nearest sizes.
@@ -152,13 +165,13 @@ def fit_alpha_beta(tables: tuple[LinkTable, ...]) -> AlphaBeta:
     It extrapolates measured times to other numbers of nodes and other rates; it never replaces a measured time.
 
     Raises:
-        ModelError: no table measures an exchange between nodes.
+        InvalidArgumentError: no table measures an exchange between nodes.
 
     """
     inter = [table for table in tables if table.link != "intra" and table.k > 1]
     intra = [table for table in tables if table.link == "intra" and table.k > 1]
     if not inter:
-        raise ModelError(
+        raise InvalidArgumentError(
             "no table measures anything between nodes: needed one of group, edges, all-reduce or gather "
             "with k of 2 or more. Measure on at least two nodes."
         )
@@ -218,7 +231,7 @@ class MeasuredLinks:
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
         """Return the seconds of one exchange; see :class:`Links`."""
-        check_link(link)
+        _check_link(link)
         formula_s = self.fitted.tau(link, k, nbytes)
         table = self._nearest(link, k)
         if table is None or formula_s == 0.0:
@@ -249,3 +262,15 @@ class MeasuredLinks:
             return table.link != link or unlike > 0, unlike, abs(math.log(table.k / max(k, 1))), table.k
 
         return min(known, key=distance, default=None)
+
+
+def check_at_least(name: str, number: float, least: float) -> None:
+    """Raise unless ``number`` is ``least`` or more; NaN is not."""
+    if not number >= least:
+        raise InvalidArgumentError(f"got {name} = {number}, needed {least} or more.")
+
+
+def check_between(name: str, number: float, least: float, most: float) -> None:
+    """Raise unless ``number`` lies in [``least``, ``most``]; NaN does not."""
+    if not least <= number <= most:
+        raise InvalidArgumentError(f"got {name} = {number}, needed a number between {least} and {most}.")

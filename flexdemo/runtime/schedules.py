@@ -1,7 +1,6 @@
 """Schedules as index arrays: each phase is converted once, for the simulation to use in every iteration.
 
-A schedule is one of ``flexcomm.gossip``, or any object with the same attributes; this package does not import them. A
-group may name the type of its exchange in an attribute ``link``; the default is ``group``.
+A group may name the type of its exchange in an attribute ``link``; the default is ``group``.
 """
 
 from __future__ import annotations
@@ -12,48 +11,20 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from flexdemo.runtime.errors import ModelError
+from flexcomm import InvalidArgumentError
+from flexcomm.gossip import Group, Phase
 from flexdemo.runtime.workload import intra_legs_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from flexdemo.runtime.workload import Cluster, Workload
 
-__all__ = ["AllReduceSchedule", "Edge", "Group", "Phase", "PhasePlan", "Schedule", "plan_phase"]
-
-
-class Group(Protocol):
-    """Nodes that average among themselves."""
-
-    @property
-    def members(self) -> tuple[int, ...]: ...
-
-
-class Edge(Protocol):
-    """A message from one node to another."""
-
-    @property
-    def source(self) -> int: ...
-
-    @property
-    def target(self) -> int: ...
-
-
-class Phase(Protocol):
-    """The exchanges of one step."""
-
-    @property
-    def groups(self) -> Sequence[Group]: ...
-
-    @property
-    def edges(self) -> Sequence[Edge]: ...
+__all__ = ["AllReduceSchedule", "PhasePlan", "Schedule", "plan_phase"]
 
 
 class Schedule(Protocol):
-    """A phase for every step. ``period`` is the number of steps after which phases repeat, None if they never do."""
+    """A phase for every step, as those of ``flexcomm.gossip``; ``period`` is None if phases never repeat."""
 
     @property
     def nodes(self) -> int: ...
@@ -61,21 +32,13 @@ class Schedule(Protocol):
     @property
     def period(self) -> int | None: ...
 
-    def phase(self, step: int) -> Phase:
-        """Return the exchanges of ``step``."""
-        ...
+    def phase(self, step: int) -> Phase: ...
 
 
-@dataclass(frozen=True)
-class _AllReduceGroup:
-    members: tuple[int, ...]
-    link: str = "all-reduce"
+class AllReduceGroup(Group):
+    """A group that all-reduces, instead of averaging in the way that is fastest for its size."""
 
-
-@dataclass(frozen=True)
-class _AllReducePhase:
-    groups: tuple[_AllReduceGroup, ...]
-    edges: tuple[Edge, ...] = ()
+    link = "all-reduce"
 
 
 @dataclass(frozen=True)
@@ -85,9 +48,8 @@ class AllReduceSchedule:
     nodes: int
     period: int = 1
 
-    def phase(self, step: int) -> _AllReducePhase:  # noqa: ARG002  (the name is the protocol's)
-        """Return one group of all nodes."""
-        return _AllReducePhase((_AllReduceGroup(tuple(range(self.nodes))),))
+    def phase(self, step: int) -> Phase:  # noqa: ARG002  (the name is the protocol's)
+        return Phase((AllReduceGroup(tuple(range(self.nodes))),))
 
 
 @dataclass(frozen=True)
@@ -113,7 +75,7 @@ def plan_phase(phase: Phase, cluster: Cluster, workload: Workload) -> PhasePlan:
     """Return the arrays and times of ``phase``.
 
     Raises:
-        ModelError: the phase names a node that does not exist, or one node in several groups.
+        InvalidArgumentError: the phase names a node that does not exist, or one node in several groups.
 
     """
     classes: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
@@ -156,9 +118,11 @@ def _check_nodes(
     named = np.concatenate([in_groups, sources, targets])
     unknown = named[(named < 0) | (named >= nodes)]
     if unknown.size:
-        raise ModelError(f"a phase names node {int(unknown[0])}, but there are {nodes} nodes, numbered from 0.")
+        raise InvalidArgumentError(
+            f"a phase names node {int(unknown[0])}, but there are {nodes} nodes, numbered from 0."
+        )
     counts = np.bincount(in_groups)
     if counts.size and counts.max() > 1:
-        raise ModelError(
+        raise InvalidArgumentError(
             f"node {int(counts.argmax())} is in {int(counts.max())} groups of a phase, needed one or none."
         )

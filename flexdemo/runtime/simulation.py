@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from flexdemo.runtime.errors import ModelError, check_at_least, check_between
-from flexdemo.runtime.links import crossings
+from flexcomm import InvalidArgumentError
+from flexdemo.runtime.links import check_at_least, check_between, crossings
 from flexdemo.runtime.schedules import plan_phase
 from flexdemo.runtime.workload import intra_legs_s
 
@@ -87,7 +87,7 @@ def simulate_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon =
         horizon: how many iterations are simulated.
 
     Raises:
-        ModelError: ``workload.slowness`` does not have one factor for each node.
+        InvalidArgumentError: ``workload.slowness`` does not have one factor for each node.
 
     Example::
 
@@ -130,7 +130,7 @@ def simulate_decentralized(
         horizon: how many iterations are simulated.
 
     Raises:
-        ModelError: the schedule is for another number of nodes, or ``updates`` is unknown.
+        InvalidArgumentError: the schedule is for another number of nodes, or ``updates`` is unknown.
 
     Example::
 
@@ -140,9 +140,11 @@ def simulate_decentralized(
 
     """
     if schedule.nodes != cluster.nodes:
-        raise ModelError(f"got a schedule for {schedule.nodes} nodes, needed one for the cluster's {cluster.nodes}.")
+        raise InvalidArgumentError(
+            f"got a schedule for {schedule.nodes} nodes, needed one for the cluster's {cluster.nodes}."
+        )
     if updates not in get_args(Updates):
-        raise ModelError(f"got updates={updates!r}, needed one of {', '.join(get_args(Updates))}.")
+        raise InvalidArgumentError(f"got updates={updates!r}, needed one of {', '.join(get_args(Updates))}.")
     state = _NodeTimes(cluster.nodes, len(workload.bucket_nbytes))
     backward_s = workload.backward_s
     before_s = 0.0
@@ -214,7 +216,7 @@ class Compression:
         element_nbytes: bytes of an element of the model.
 
     Raises:
-        ModelError: k is not between 1 and ``chunk * chunk``, a cost is negative, or a size is below 1.
+        InvalidArgumentError: k is not between 1 and ``chunk * chunk``, a cost is negative, or a size is below 1.
 
     """
 
@@ -251,27 +253,13 @@ def choose_algorithm(nodes: int, compression: Compression, nbytes: float) -> Alg
     """Return the inter-node algorithm in which a node sends the fewest bytes, as flexcomm's ``auto`` does.
 
     The bytes of ``gather`` grow with the number of nodes; among many, ``two_phase`` or ``dense`` sends less.
-
-    Args:
-        nodes: number of nodes.
-        compression: sizes of the payloads.
-        nbytes: bytes of the bucket on a node.
-
     """
     sent: dict[Algorithm, float] = {one: sent_nbytes(one, nodes, compression, nbytes) for one in get_args(Algorithm)}
     return min(sent, key=lambda algorithm: sent[algorithm])
 
 
 def sent_nbytes(algorithm: Algorithm, nodes: int, compression: Compression, nbytes: float) -> float:
-    """Return the bytes that a node sends to other nodes for one bucket.
-
-    Args:
-        algorithm: the inter-node algorithm.
-        nodes: number of nodes.
-        compression: sizes of the payloads.
-        nbytes: bytes of the bucket on a node.
-
-    """
+    """Return the bytes that a node sends to other nodes for a bucket of ``nbytes``."""
     if algorithm == "dense":
         return crossings("all-reduce", nodes) * nbytes
     payload = compression.payload_nbytes(nbytes)
@@ -302,7 +290,7 @@ def simulate_flexdemo(
         horizon: how many iterations are simulated.
 
     Raises:
-        ModelError: ``workload.slowness`` does not have one factor for each node.
+        InvalidArgumentError: ``workload.slowness`` does not have one factor for each node.
 
     Example::
 

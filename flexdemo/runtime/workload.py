@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexdemo.runtime.errors import ModelError, check_at_least, check_between
+from flexcomm import InvalidArgumentError
+from flexdemo.runtime.links import check_at_least, check_between
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +31,7 @@ class Cluster:
         ranks_per_node: ranks on each node; they share the node's network card and its work.
 
     Raises:
-        ModelError: there is no node, or no rank on a node.
+        InvalidArgumentError: there is no node, or no rank on a node.
 
     """
 
@@ -75,7 +76,7 @@ class Workload:
     ``sigma``, ``slowness`` and ``straggler`` apply to the forward and the backward pass, not to the optimizer.
 
     Raises:
-        ModelError: the tuples differ in length or are empty, or a number is negative.
+        InvalidArgumentError: the tuples differ in length or are empty, or a number is negative.
 
     """
 
@@ -91,7 +92,7 @@ class Workload:
     def __post_init__(self) -> None:
         lengths = {len(self.bucket_nbytes), len(self.backward_s), len(self.optimizer_s)}
         if len(lengths) != 1 or not self.bucket_nbytes:
-            raise ModelError(
+            raise InvalidArgumentError(
                 f"got {len(self.bucket_nbytes)} buckets, {len(self.backward_s)} backward times and "
                 f"{len(self.optimizer_s)} optimizer times, needed as many of each, and at least one."
             )
@@ -131,7 +132,7 @@ class Workload:
         """
         slowness = self.slowness or (1.0,) * nodes
         if len(slowness) != nodes:
-            raise ModelError(
+            raise InvalidArgumentError(
                 f"got {len(slowness)} factors of slowness for {nodes} nodes, needed one for each, or none."
             )
         if not (self.sigma > 0 or self.straggler.probability > 0):
@@ -183,7 +184,7 @@ def plan_workload(
         sharded: the model is sharded inside a node by FSDP.
 
     Raises:
-        ModelError: a size is below 1, or another number is negative.
+        InvalidArgumentError: a size is below 1, or another number is negative.
 
     Example::
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from flexcomm import InvalidArgumentError
 from flexdemo.runtime import (
     Cluster,
     Horizon,
-    ModelError,
     Workload,
     plan_workload,
     simulate_all_reduce,
@@ -28,8 +28,8 @@ from flexdemo.runtime import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from flexcomm.gossip import Edge
     from flexdemo.runtime import Schedule
-    from flexdemo.runtime.schedules import Edge
 
 MODEL_NBYTES = 260_000_000
 _BUCKET_NBYTES = 26_000_000
@@ -102,7 +102,7 @@ class WorkerLinks:
             "pairs inside": self.fast_s,
         }
         if link not in seconds:
-            raise ModelError(f"got the link {link!r}, needed one of {', '.join(seconds)}.")
+            raise InvalidArgumentError(f"got the link {link!r}, needed one of {', '.join(seconds)}.")
         return seconds[link] * nbytes / MODEL_NBYTES
 
 
@@ -164,7 +164,9 @@ class Exponential:
 
 def _log2(number: int) -> int:
     if number < 2 or number & (number - 1):
-        raise ModelError(f"got {number}, needed a power of two, 2 or more: the paper's schedules exist for no other.")
+        raise InvalidArgumentError(
+            f"got {number}, needed a power of two, 2 or more: the paper's schedules exist for no other."
+        )
     return number.bit_length() - 1
 
 
@@ -226,7 +228,7 @@ def predict_row(row: PublishedRow, rows: tuple[PublishedRow, ...] = PUBLISHED) -
         return RowPrediction(row, "sigma", all_s, slow_s, _fit_sigma(row, all_s))
     pair = next((one for one in rows if one.cluster == row.cluster and one.gpus == 2 * one.gpus_per_node), None)
     if pair is None:
-        raise ModelError(f"no row of {row.cluster} has two nodes, needed one: it tells what two nodes take.")
+        raise InvalidArgumentError(f"no row of {row.cluster} has two nodes, needed one: it tells what two nodes take.")
     return RowPrediction(row, "T", _fit_all_reduce_s(row), _fit_all_reduce_s(pair), _SIGMA)
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from flexcomm import InvalidArgumentError
 from flexdemo.runtime import (
     AllReduceSchedule,
     AlphaBeta,
     Cluster,
     Compression,
     Horizon,
-    ModelError,
     Straggler,
     Timing,
     Workload,
@@ -509,27 +509,27 @@ def test_break_even_is_where_both_take_the_same_time() -> None:
     ],
 )
 def test_workloads_that_cannot_be_are_errors(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(InvalidArgumentError, match=message):
         load(**changes)
 
 
 def test_what_does_not_fit_the_cluster_is_an_error() -> None:
     cluster = Cluster(2, LINKS)
-    with pytest.raises(ModelError, match="a schedule for 4 nodes, needed one for the cluster's 2"):
+    with pytest.raises(InvalidArgumentError, match="a schedule for 4 nodes, needed one for the cluster's 2"):
         simulate_decentralized(cluster, load(), ring(4))
-    with pytest.raises(ModelError, match="3 factors of slowness for 2 nodes"):
+    with pytest.raises(InvalidArgumentError, match="3 factors of slowness for 2 nodes"):
         simulate_all_reduce(cluster, load(slowness=(1.0, 1.0, 1.0)))
-    with pytest.raises(ModelError, match="names node 2, but there are 2 nodes"):
+    with pytest.raises(InvalidArgumentError, match="names node 2, but there are 2 nodes"):
         simulate_decentralized(cluster, load(), Fixed(2, (Phase((Group((0, 2)),)),)))
-    with pytest.raises(ModelError, match="node 1 is in 2 groups"):
+    with pytest.raises(InvalidArgumentError, match="node 1 is in 2 groups"):
         simulate_decentralized(cluster, load(), Fixed(2, (Phase((Group((0, 1)), Group((1,)))),)))
-    with pytest.raises(ModelError, match="needed one of backward, step"):
+    with pytest.raises(InvalidArgumentError, match="needed one of backward, step"):
         simulate_decentralized(cluster, load(), ring(2), updates="never")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="iterations = 5, needed 11"):
+    with pytest.raises(InvalidArgumentError, match="iterations = 5, needed 11"):
         Horizon(5, 10)
-    with pytest.raises(ModelError, match="probability"):
+    with pytest.raises(InvalidArgumentError, match="probability"):
         Straggler(1.5)
-    with pytest.raises(ModelError, match="needed 0 < lowest < highest"):
+    with pytest.raises(InvalidArgumentError, match="needed 0 < lowest < highest"):
         find_break_evens(lambda _: 1.0, lambda _: 1.0, lowest_bytes_per_s=2.0, highest_bytes_per_s=1.0)
 
 

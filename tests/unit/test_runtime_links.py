@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from flexdemo.runtime import AlphaBeta, LinkTable, MeasuredLinks, ModelError, fit_alpha_beta
+from flexcomm import InvalidArgumentError
+from flexdemo.runtime import AlphaBeta, LinkTable, MeasuredLinks, fit_alpha_beta
 
 NETWORK = AlphaBeta(bytes_per_s=1e6, latency_s=1e-3, intra_bytes_per_s=1e8, intra_latency_s=1e-5)
 
@@ -95,18 +96,18 @@ def test_another_bandwidth_changes_the_wire_and_not_the_work() -> None:
 
 
 def test_tables_that_cannot_be_are_errors() -> None:
-    with pytest.raises(ModelError, match="needed one of group, edges"):
+    with pytest.raises(InvalidArgumentError, match="needed one of group, edges"):
         LinkTable("pigeon", 2, (1,), (1.0,))
-    with pytest.raises(ModelError, match="1 sizes and 2 times"):
+    with pytest.raises(InvalidArgumentError, match="1 sizes and 2 times"):
         LinkTable("group", 2, (1,), (1.0, 2.0))
-    with pytest.raises(ModelError, match="ascending order"):
+    with pytest.raises(InvalidArgumentError, match="ascending order"):
         LinkTable("group", 2, (2, 1), (1.0, 2.0))
     for seconds in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ModelError, match="needed more than 0"):
+        with pytest.raises(InvalidArgumentError, match="needed more than 0"):
             LinkTable("group", 2, (1,), (seconds,))
-    with pytest.raises(ModelError, match="Measure on at least two nodes"):
+    with pytest.raises(InvalidArgumentError, match="Measure on at least two nodes"):
         MeasuredLinks((table("intra", 2),))
-    with pytest.raises(ModelError, match="got bytes_per_s = 0"):
+    with pytest.raises(InvalidArgumentError, match="got bytes_per_s = 0"):
         AlphaBeta(0)
-    with pytest.raises(ModelError, match="needed one of group"):
+    with pytest.raises(InvalidArgumentError, match="needed one of group"):
         NETWORK.tau("pigeon", 2, 1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from flexcomm import InvalidArgumentError
 from flexdemo.runtime import (
     AllReduceSchedule,
     Cluster,
     Horizon,
-    ModelError,
     simulate_all_reduce,
     simulate_decentralized,
 )
@@ -98,12 +98,12 @@ def test_methods_within_one_percent_are_a_tie() -> None:
 
 
 def test_what_the_paper_does_not_have_is_an_error() -> None:
-    with pytest.raises(ModelError, match="needed a power of two"):
+    with pytest.raises(InvalidArgumentError, match="needed a power of two"):
         simulate_decentralized(
             Cluster(12, WorkerLinks(0, 0, 0, 0)), plan_published_workload(1.0, 0.0), Alternating(12, 4)
         )
-    with pytest.raises(ModelError, match="needed one of all-reduce, two nodes"):
+    with pytest.raises(InvalidArgumentError, match="needed one of all-reduce, two nodes"):
         WorkerLinks(0, 0, 0, 0).tau("gather", 2, 1)
     lonely = PUBLISHED[-1]
-    with pytest.raises(ModelError, match="has two nodes"):
+    with pytest.raises(InvalidArgumentError, match="has two nodes"):
         predict_row(lonely, (lonely,))
