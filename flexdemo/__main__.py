@@ -10,8 +10,8 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit("error: the command line needs typer and rich: `pip install 'flexcomm[cli]'`.") from error
 
+from flexdemo.predict import PredictError
 from flexdemo.predict.command import predict
-from flexdemo.predict.errors import PredictError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from flexcomm import InvalidArgumentError
-from flexdemo.predict.errors import PredictError
+from flexdemo.predict import PredictError
 from flexdemo.runtime import Compression, LinkTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
 __all__ = [
@@ -80,17 +81,7 @@ class Calibration:
 
 
 def write_calibration(calibration: Calibration, remarks: Mapping[str, object], file: Path) -> None:
-    """Write the calibration file.
-
-    Args:
-        calibration: the measurements.
-        remarks: information for people; it is not read again.
-        file: where to write.
-
-    Raises:
-        PredictError: the file cannot be written.
-
-    """
+    """Write the calibration file; ``remarks`` are for people, and are not read again."""
     document = {"schema": SCHEMA, "version": VERSION, **asdict(calibration), "remarks": dict(remarks)}
     try:
         file.write_text(json.dumps(document, indent=2) + "\n")
@@ -99,65 +90,46 @@ def write_calibration(calibration: Calibration, remarks: Mapping[str, object], f
 
 
 def read_calibration(file: Path) -> Calibration:
-    """Return what ``write_calibration`` wrote.
-
-    Raises:
-        PredictError: the file cannot be read, or a field is missing or invalid; the message names it.
-
-    """
+    """Return what ``write_calibration`` wrote; an error names the field that is missing or invalid."""
     document = _read_json(file)
-    if "schema" not in document or document.string("schema") != SCHEMA:
+    if document.get("schema") != SCHEMA:
         raise PredictError(
             f'{file} is no calibration: needed "schema": "{SCHEMA}". `flexdemo predict --calibrate FILE` writes one; '
             f"a file of `bench collectives --json` is read by --collectives."
         )
-    if document.integer("version") != VERSION:
+    if document.get("version") != VERSION:
         raise PredictError(
-            f"{file} has version {document.integer('version')}, needed {VERSION}: measure anew with this library."
+            f"{file} has version {document.get('version')}, needed {VERSION}: measure anew with this library."
         )
     try:
-        return Calibration(
-            nodes=document.integer("nodes", least=1),
-            ranks_per_node=document.integer("ranks_per_node", least=1),
-            links=tuple(_read_table(table) for table in document.children("links")),
-            compute=_read_compute(document.child("compute")) if "compute" in document else None,
-            codec=tuple(_read_compression(one) for one in document.children("codec")),
-        )
+        calibration: Calibration = _read(Calibration, document, str(file))
     except InvalidArgumentError as error:
         raise PredictError(f"{file}: {error}") from error
-
-
-def _read_table(table: JsonObject) -> LinkTable:
-    sizes = tuple(int(size) for size in table.numbers("nbytes"))
-    return LinkTable(table.string("link"), table.integer("k", least=1), sizes, table.numbers("seconds"))
-
-
-def _read_compute(compute: JsonObject) -> Compute:
-    return Compute(
-        name=compute.string("name"),
-        model_nbytes=compute.integer("model_nbytes", least=1),
-        forward_s=compute.number("forward_s"),
-        backward_s=compute.number("backward_s"),
-        optimizer_s=compute.number("optimizer_s"),
-        sigma=compute.number("sigma"),
-        slowness=compute.numbers("slowness"),
-    )
-
-
-def _read_compression(one: JsonObject) -> Compression:
-    return Compression(
-        k=one.integer("k", least=1),
-        chunk=one.integer("chunk", least=1),
-        bits_per_coefficient=one.number("bits_per_coefficient"),
-        encode_s_per_element=one.number("encode_s_per_element"),
-        decode_s_per_element=one.number("decode_s_per_element"),
-        decode_s_per_coefficient=one.number("decode_s_per_coefficient"),
-        averaged_bits_per_coefficient=one.number("averaged_bits_per_coefficient"),
-        element_nbytes=one.integer("element_nbytes", least=1),
-    )
+    return calibration
 
 
 # bench collectives --json
+
+
+@dataclass(frozen=True)
+class _CollectivesRow:
+    compressor: str
+    algorithm: str
+    nodes: int
+    ranks_per_node: int
+    count: int
+    size_nbytes: int
+    payload_nbytes: float
+    time_median_s: float
+    encode_s: float
+    inter_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class _Collectives:
+    rows: tuple[dict[str, object], ...]
+
 
 _BASELINE = "all-reduce fp32"
 _MIN_SHARE_OF_LARGEST = 0.25
@@ -165,32 +137,29 @@ _MIN_SHARE_OF_LARGEST = 0.25
 
 
 def read_collectives(file: Path) -> Calibration:
-    """Return the tables of all-reduce and gather, and the costs of ``demo``, that ``bench collectives`` measured.
-
-    Raises:
-        PredictError: the file cannot be read, was written by a version that did not state the number of nodes, is of
-            one node, or has no rows of all-reduce or of gather.
-
-    """
-    rows = list(_read_json(file).children("rows"))
-    if any("nodes" not in row or "ranks_per_node" not in row for row in rows):
+    """Return the tables of all-reduce and gather, and the costs of ``demo``, that ``bench collectives`` measured."""
+    document: _Collectives = _read(_Collectives, _read_json(file), str(file))
+    if any("nodes" not in row or "ranks_per_node" not in row for row in document.rows):
         raise PredictError(
             f"{file} does not state nodes and ranks_per_node of its rows: an older version wrote it. Measure again "
             f"with `python -m bench collectives --json {file.name}`."
         )
-    baseline = [row for row in rows if row.string("compressor") == _BASELINE]
-    gathers = [row for row in rows if row.string("algorithm") == "gather"]
+    rows: list[_CollectivesRow] = [
+        _read(_CollectivesRow, row, f"{file}: rows[{place}]") for place, row in enumerate(document.rows)
+    ]
+    baseline = [row for row in rows if row.compressor == _BASELINE]
+    gathers = [row for row in rows if row.algorithm == "gather"]
     if not baseline or not gathers:
         raise PredictError(
             f"{file} has {len(baseline)} rows of {_BASELINE} and {len(gathers)} of the algorithm gather, needed some "
             f"of both: measure with `python -m bench collectives --json {file.name}`, baselines included."
         )
-    nodes, ranks = rows[0].integer("nodes", least=1), rows[0].integer("ranks_per_node", least=1)
+    nodes, ranks = rows[0].nodes, rows[0].ranks_per_node
     if nodes < 2:
         raise PredictError(f"{file} was measured on one node, needed a run on two nodes or more.")
-    all_reduces = [(row.integer("size_nbytes"), row.number("time_median_s")) for row in baseline]
-    gathered = [(round(row.number("payload_nbytes") * ranks), row.number("inter_s")) for row in gathers]
-    timings = [_read_timing(row, nodes, ranks) for row in gathers if row.string("compressor").startswith("demo:")]
+    all_reduces = [(row.size_nbytes, row.time_median_s) for row in baseline]
+    gathered = [(round(row.payload_nbytes * ranks), row.inter_s) for row in gathers]
+    timings = [_timing_of(row, file) for row in gathers if row.compressor.startswith("demo:")]
     largest = max((timing.elements for timing in timings), default=0)
     timings = [timing for timing in timings if timing.elements > _MIN_SHARE_OF_LARGEST * largest]
     try:
@@ -209,21 +178,14 @@ def _make_table(link: str, nodes: int, points: Iterable[tuple[int, float]]) -> L
     return LinkTable(link, nodes, tuple(sizes), tuple(median(seconds[size]) for size in sizes))
 
 
-def _read_timing(row: JsonObject, nodes: int, ranks: int) -> CodecTiming:
-    name = row.string("compressor")
-    arguments = dict(word.split("=", 1) for word in name.partition(":")[2].split(",") if "=" in word)
+def _timing_of(row: _CollectivesRow, file: Path) -> CodecTiming:
+    arguments = dict(word.split("=", 1) for word in row.compressor.partition(":")[2].split(",") if "=" in word)
     try:
         k, chunk = int(arguments.get("k", 32)), int(arguments.get("chunk", 64))
     except ValueError:
-        raise PredictError(f"{row.where}: cannot read k and chunk from {name!r}.") from None
-    return CodecTiming(
-        k=k,
-        chunk=chunk,
-        elements=max(1, row.integer("count", least=1) // ranks),
-        payload_nbytes=row.number("payload_nbytes"),
-        encode_s=row.number("encode_s"),
-        decode_s={nodes: row.number("decode_s")},
-    )
+        raise PredictError(f"{file}: cannot read k and chunk from {row.compressor!r}.") from None
+    elements = max(1, row.count // row.ranks_per_node)
+    return CodecTiming(k, chunk, elements, row.payload_nbytes, row.encode_s, {row.nodes: row.decode_s})
 
 
 # Costs of compression
@@ -248,7 +210,7 @@ class CodecTiming:
 
     @property
     def coefficients(self) -> float:
-        """The number of coefficients in one payload."""
+        """Those of one payload."""
         return self.elements * self.k / self.chunk**2
 
     def with_decode_costs(self, per_element_s: float, per_coefficient_s: float) -> Compression:
@@ -298,74 +260,47 @@ def compression_for_k(codec: Sequence[Compression], k: int) -> Compression:
 # Reading JSON
 
 
-@dataclass(frozen=True)
-class JsonObject:
-    """A JSON object; ``where`` is its file and the names that lead to it, for messages.
-
-    Every method raises ``PredictError`` if the field is missing or of another type.
-    """
-
-    where: str
-    content: dict[str, object]
-
-    def __contains__(self, name: str) -> bool:
-        return self.content.get(name) is not None
-
-    def number(self, name: str) -> float:
-        return _check_number(f"{self.where}: {name}", self._get(name))
-
-    def integer(self, name: str, *, least: int = 0) -> int:
-        value = self._get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise PredictError(f"{self.where}: {name} is {value!r}, needed a whole number from {least}.")
-        return value
-
-    def string(self, name: str) -> str:
-        value = self._get(name)
-        if not isinstance(value, str):
-            raise PredictError(f"{self.where}: {name} is {value!r}, needed a string.")
-        return value
-
-    def numbers(self, name: str) -> tuple[float, ...]:
-        return tuple(
-            _check_number(f"{self.where}: {name}[{place}]", value) for place, value in enumerate(self._list(name))
-        )
-
-    def child(self, name: str) -> JsonObject:
-        return _check_object(f"{self.where}: {name}", self._get(name))
-
-    def children(self, name: str) -> Iterator[JsonObject]:
-        for place, value in enumerate(self._list(name)):
-            yield _check_object(f"{self.where}: {name}[{place}]", value)
-
-    def _list(self, name: str) -> list[object]:
-        value = self._get(name)
-        if not isinstance(value, list):
-            raise PredictError(f"{self.where}: {name} is {value!r}, needed a list.")
-        return value
-
-    def _get(self, name: str) -> object:
-        if name not in self.content:
-            raise PredictError(f"{self.where}: {name} is missing; there are {', '.join(self.content) or 'no fields'}.")
-        return self.content[name]
-
-
-def _read_json(file: Path) -> JsonObject:
+def _read_json(file: Path) -> dict[str, object]:
     try:
-        return _check_object(str(file), json.loads(file.read_text()))
+        document: dict[str, object] = _read(dict, json.loads(file.read_text()), str(file))
     except OSError as error:
         raise PredictError(f"cannot read {file}: {error.strerror}.") from error
     except ValueError as error:
         raise PredictError(f"{file} is not JSON: {error}.") from error
+    return document
 
 
-def _check_object(where: str, value: object) -> JsonObject:
-    if not isinstance(value, dict):
-        raise PredictError(f"{where} is {type(value).__name__}, needed an object with named fields.")
-    return JsonObject(where, value)
+def _read(kind: Any, value: object, where: str) -> Any:  # any type in, a value of that type out
+    """Return a JSON value as ``kind``: a dataclass, a tuple or one of ``_CHECKS``.
+
+    ``where`` is the file and the names that lead to the value, for messages.
+    """
+    if get_origin(kind) is UnionType:
+        return None if value is None else _read(get_args(kind)[0], value, where)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise PredictError(f"{where} is {value!r}, needed a list.")
+        return tuple(_read(get_args(kind)[0], one, f"{where}[{place}]") for place, one in enumerate(value))
+    if isinstance(kind, type) and is_dataclass(kind):
+        fields, hints = _read(dict, value, where), get_type_hints(kind)
+        missing = [name for name, hint in hints.items() if name not in fields and get_origin(hint) is not UnionType]
+        if missing:
+            raise PredictError(f"{where}: {missing[0]} is missing; there are {', '.join(fields) or 'no fields'}.")
+        return kind(**{name: _read(hint, fields.get(name), f"{where}: {name}") for name, hint in hints.items()})
+    allows, needed = _CHECKS[get_origin(kind) or kind]
+    if not allows(value):
+        got = type(value).__name__ if kind is dict else repr(value)
+        raise PredictError(f"{where} is {got}, needed {needed}.")
+    return kind(value)
 
 
-def _check_number(where: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise PredictError(f"{where} is {value!r}, needed a number from 0.")
-    return float(value)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+_CHECKS: dict[type, tuple[Callable[[object], bool], str]] = {
+    int: (lambda value: isinstance(value, int) and _is_number(value) and value >= 1, "a whole number from 1"),
+    float: (_is_number, "a number from 0"),
+    str: (lambda value: isinstance(value, str), "a string"),
+    dict: (lambda value: isinstance(value, dict), "an object with named fields"),
+}

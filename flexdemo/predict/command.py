@@ -10,10 +10,15 @@ from typing import Annotated
 import typer
 
 from flexcomm import BUCKET_BYTES, InvalidArgumentError
+from flexdemo.predict import PredictError
 from flexdemo.predict.calibration import Calibration, read_calibration, read_collectives
-from flexdemo.predict.errors import PredictError
-from flexdemo.predict.methods import SCHEDULES, plan_methods
-from flexdemo.predict.prediction import predict_methods, predict_over_bandwidth, predict_over_nodes
+from flexdemo.predict.methods import (
+    SCHEDULES,
+    plan_methods,
+    predict_methods,
+    predict_over_bandwidth,
+    predict_over_nodes,
+)
 from flexdemo.predict.report import (
     RATE_UNITS,
     check_plot_possible,

@@ -19,8 +19,8 @@ import flexcomm
 from flexcomm import TensorSpec, demo
 from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
 from flexcomm.kernels import StateUpdate, choose_kernels
+from flexdemo.predict import PredictError
 from flexdemo.predict.calibration import Calibration, CodecTiming, Compute, fit_compression, write_calibration
-from flexdemo.predict.errors import PredictError
 from flexdemo.runtime import LinkTable
 
 if TYPE_CHECKING:
@@ -54,13 +54,6 @@ def calibrate(file: Path, workload: str | None = None, compute: Compute | None =
 
     Returns:
         Whether this is rank 0, and the measurements.
-
-    Raises:
-        PredictError: ``workload`` cannot be loaded, or ``file`` cannot be written.
-
-    Example::
-
-        is_first, calibration = calibrate(Path("cluster.json"), "mine.train:make")
 
     """
     # Before ranks join: one that fails alone afterwards leaves the others waiting.
@@ -133,14 +126,7 @@ _MAX_CALL_S = 2.0
 def measure_links(
     world: World, sizes: Sequence[int] = LINK_SIZES, repeats: int = _LINK_REPEATS
 ) -> tuple[LinkTable, ...]:
-    """Return a table for each type of exchange that this cluster has.
-
-    Args:
-        world: all ranks that were started.
-        sizes: bytes of a node, ascending.
-        repeats: timed calls of each size.
-
-    """
+    """Return a table for each type of exchange that this cluster has; ``sizes`` are bytes of a node, ascending."""
     nodes, local_size = world.topology.nodes, world.topology.local_size
     exchanges: list[tuple[str, int, Callable[[World, int], Callable[[], object]]]] = []
     if nodes > 1:
@@ -295,12 +281,7 @@ class SmallTransformer:
 
 
 def load_workload(text: str) -> TrainingStep:
-    """Return the result of the function that ``package.module:function`` names.
-
-    Raises:
-        PredictError: there is no such function, or its result is not a ``TrainingStep``.
-
-    """
+    """Return the result of the function that ``package.module:function`` names."""
     module, _, name = text.partition(":")
     if not module or not name:
         raise PredictError(f"got --workload {text!r}, needed package.module:function.")
@@ -319,15 +300,7 @@ def load_workload(text: str) -> TrainingStep:
 
 
 def measure_compute(world: World, workload: TrainingStep, name: str, iterations: int = _ITERATIONS) -> Compute:
-    """Return the compute times of a node, which takes as long as the slowest of its ranks.
-
-    Args:
-        world: all ranks that were started.
-        workload: what is timed.
-        name: its name in the calibration file.
-        iterations: timed iterations.
-
-    """
+    """Return the compute times of a node, which takes as long as the slowest of its ranks."""
     seen = torch.zeros(iterations, 3, dtype=torch.float64)
     for iteration in range(-_WARMUPS, iterations):
         taken_s = [_time(part, world) for part in (workload.forward, workload.backward, workload.step)]

@@ -7,9 +7,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from flexdemo.predict import PredictError
 from flexdemo.predict.calibration import ASSUMED_COMPRESSION
-from flexdemo.predict.errors import PredictError
-from flexdemo.predict.prediction import MIN_SPEEDUP
+from flexdemo.predict.methods import MIN_SPEEDUP
 from flexdemo.runtime import MeasuredLinks
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from flexdemo.predict.calibration import Calibration
-    from flexdemo.predict.prediction import Curve, MethodPrediction
+    from flexdemo.predict.methods import Curve, MethodPrediction
     from flexdemo.predict.scenario import Scenario
     from flexdemo.runtime import BreakEven
 
@@ -132,13 +132,7 @@ def make_cells(predictions: Sequence[MethodPrediction]) -> list[tuple[str, ...]]
 
 
 def format_rates(break_evens: Sequence[BreakEven], *, faster: bool) -> str:
-    """Return the rates at which a method is faster.
-
-    Args:
-        break_evens: the rates at which that changes, ascending.
-        faster: the answer if there are none.
-
-    """
+    """Return the rates between ``break_evens`` at which a method is faster; without any, ``faster`` is the answer."""
     if not break_evens:
         return "always" if faster else "never"
     rates = [format_bits_per_s(8 * one.bytes_per_s) for one in break_evens]
@@ -225,21 +219,7 @@ def write_json(
     over_bandwidth: Sequence[Curve],
     over_nodes: Sequence[Curve],
 ) -> None:
-    """Write all inputs and results; docs/predict.md describes the fields.
-
-    Args:
-        file: where to write.
-        scenario: the inputs.
-        predictions: All-Reduce's and those of the other methods.
-        recommendation: what ``recommend`` returned for them.
-        skipped: the reason for each schedule that was left out.
-        over_bandwidth: curves over the rate between nodes.
-        over_nodes: curves over the number of nodes.
-
-    Raises:
-        PredictError: the file cannot be written.
-
-    """
+    """Write all inputs and results; docs/predict.md describes the fields."""
     document = {
         "schema": SCHEMA,
         "version": VERSION,
@@ -305,16 +285,7 @@ def draw_plot(
 ) -> None:
     """Draw seconds per iteration over the rate between nodes, and over the number of nodes.
 
-    Args:
-        over_bandwidth: a curve for each method, All-Reduce's first.
-        over_nodes: the same methods in the same order.
-        bytes_per_s: the scenario's rate, which is marked.
-        nodes: the scenario's number of nodes, which is marked.
-        file: where to write.
-
-    Raises:
-        PredictError: the file cannot be written.
-
+    Both hold the same methods in the same order, All-Reduce first; ``bytes_per_s`` and ``nodes`` are marked.
     """
     # Not pyplot: that looks for a display, and keeps every figure it made.
     from matplotlib.figure import Figure

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexcomm import BUCKET_BYTES, InvalidArgumentError
+from flexdemo.predict import PredictError
 from flexdemo.predict.calibration import Compute
-from flexdemo.predict.errors import PredictError
 from flexdemo.runtime import (
     AlphaBeta,
     Cluster,
@@ -57,17 +57,7 @@ class PredictOptions:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that a prediction is computed from.
-
-    Args:
-        nodes: number of nodes.
-        links: times of exchanges.
-        workload: buckets and compute times of our methods.
-        all_reduce_workload: the same for All-Reduce, in the buckets of DDP.
-        ranks_per_node: ranks on each node.
-        horizon: length of a simulation.
-
-    """
+    """Everything that a prediction is computed from; All-Reduce's workload is in the buckets of DDP."""
 
     nodes: int
     links: AlphaBeta | MeasuredLinks
@@ -102,21 +92,7 @@ class Scenario:
 
 
 def plan_scenario(options: PredictOptions, measured: Calibration | None) -> Scenario:
-    """Return the scenario. An option takes precedence over a measurement.
-
-    Args:
-        options: from the command line.
-        measured: from a calibration file; None if there is none.
-
-    Raises:
-        PredictError: something is neither given nor measured, or is invalid.
-
-    Example::
-
-        options = PredictOptions(nodes=8, bits_per_s=1e9, parameters=124_000_000, forward_s=0.15)
-        plan_scenario(options, None)
-
-    """
+    """Return the scenario; an option takes precedence over a measurement, and something must give each number."""
     compute = _choose_compute(options, measured)
     nodes = options.nodes or (measured.nodes if measured else 0)
     if nodes < 2:
@@ -151,12 +127,7 @@ def plan_scenario(options: PredictOptions, measured: Calibration | None) -> Scen
 
 
 def given_compute(options: PredictOptions) -> Compute | None:
-    """Return the compute times in ``options``, None if there are none.
-
-    Raises:
-        PredictError: some compute times are given, but not the forward time or the size of the model.
-
-    """
+    """Return the compute times in ``options``, None if there are none."""
     if options.forward_s is None:
         if options.backward_s is not None or options.optimizer_s is not None:
             raise PredictError("got compute times without --forward-ms: give that, too.")

@@ -50,9 +50,6 @@ def find_break_evens(
         highest_bytes_per_s: the rate at which the search ends.
         speedup: the ratio of the two times that is searched for.
 
-    Raises:
-        InvalidArgumentError: the lowest rate is not positive, or not below the highest.
-
     Example::
 
         def all_reduce_s(bytes_per_s):
@@ -132,9 +129,6 @@ def explain_speedup(
         all_reduce_workload: that of All-Reduce, if its buckets are of another size.
         updates: see :func:`simulate_decentralized`.
         horizon: how many iterations are simulated.
-
-    Raises:
-        InvalidArgumentError: the schedule is for another number of nodes, or ``updates`` is unknown.
 
     Example::
 

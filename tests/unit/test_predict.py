@@ -13,19 +13,17 @@ import pytest
 from flexcomm import gossip
 from flexcomm.sync import BUCKET_BYTES
 from flexdemo.__main__ import main
+from flexdemo.predict import PredictError
 from flexdemo.predict.command import parse_bits_per_s, parse_count, parse_straggler
-from flexdemo.predict.errors import PredictError
 from flexdemo.predict.methods import (
     SCHEDULES,
     AllReduceMethod,
+    Curve,
     DecentralizedMethod,
     FlexDemoMethod,
     Method,
-    plan_methods,
-)
-from flexdemo.predict.prediction import (
-    Curve,
     MethodPrediction,
+    plan_methods,
     predict_methods,
     predict_over_bandwidth,
     predict_over_nodes,

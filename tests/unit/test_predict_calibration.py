@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from flexdemo.predict import PredictError
 from flexdemo.predict.calibration import (
     Calibration,
     CodecTiming,
@@ -20,7 +21,6 @@ from flexdemo.predict.calibration import (
     read_collectives,
     write_calibration,
 )
-from flexdemo.predict.errors import PredictError
 from flexdemo.predict.measure import SmallTransformer, load_workload, summarise_compute
 from flexdemo.predict.methods import plan_methods
 from flexdemo.predict.report import describe_scenario
@@ -63,7 +63,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ({"nodes": True}, "nodes is True, needed a whole number"),
         ({"links": {}}, "links is {}, needed a list"),
         ({"links": [3]}, r"links\[0\] is int, needed an object"),
-        ({"links": [{"link": "group"}]}, r"links\[0\]: nbytes is missing"),
+        ({"links": [{"link": "group"}]}, r"links\[0\]: k is missing; there are link\."),
         (
             {"links": [{"link": "group", "k": 2, "nbytes": [1, "x"], "seconds": [1, 2]}]},
             r"links\[0\]: nbytes\[1\] is 'x'",
