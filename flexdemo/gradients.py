@@ -1,13 +1,22 @@
-"""Gradients between nodes: the buckets of an optimizer, when they are sent, and what comes back.
+"""Gradients between nodes: buckets of parameters, when each is started, and what all nodes received.
 
-:class:`BucketExchange` sends buckets and receives all of them or none; hooks and local steps use it as it is.
-:class:`GradientExchange` adds what an optimizer needs: its parameters planned into buckets, sent as backward makes
-their gradients ready.
+The path of a step, with ``overlap=True``:
+
+1. During backward, in autograd's thread, :class:`ReadyBuckets` counts gradients by a hook of each parameter. It starts
+   a bucket when all of its gradients are there and all buckets before it are started, so that every rank starts
+   collectives in one order. From then on flexcomm's comm threads encode and exchange it, where the world has them.
+2. In ``step``, in the caller's thread, :meth:`GradientExchange.exchange` starts the buckets that are left, in the same
+   order; parameters without a gradient send zeros.
+3. :meth:`BucketExchange.finish` waits for all buckets. Each one that succeeds commits its momentum there. If one failed
+   or is to be skipped, on any rank, all of them are rolled back to the momentum before the step.
+
+Without overlap, step 1 is left out. Hooks and local steps use :class:`BucketExchange` as it is.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +69,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """What is sent of a bucket, and how it joins what was not sent before: ``decay * residual + gain * gradient``."""
+    """Compress ``decay * residual + gain * gradient``, and take ``alpha`` of what was sent out of the residual."""
 
     compressor: Compressor
     decay: float = 1.0
@@ -82,7 +91,7 @@ class Bucket:
 
 
 class BucketResult(NamedTuple):
-    """What all nodes hold of a bucket after an exchange; ``averages`` are overwritten by the next one."""
+    """A bucket's averages, equal on all nodes; the next exchange overwrites them."""
 
     bucket: Bucket
     averages: list[Tensor]
@@ -116,15 +125,6 @@ def _spec_of(tensor: Tensor, name: str) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
 
 
-def choose_algorithm(
-    tensors: Sequence[Tensor], names: Sequence[str], compressor: Compressor, world: World
-) -> AlgorithmOption:
-    """Return the algorithm for all tensors of one dtype, however they are put into buckets."""
-    specs = [_spec_of(x, name) for x, name in zip(tensors, names, strict=True)]
-    (chosen,) = choose_algorithms(specs, compressor, world.inter.size).values()
-    return chosen.algorithm
-
-
 def check_same_buckets(buckets: Iterable[Bucket], world: World) -> None:
     """Raise on all ranks unless all of them train the same parameters, in the same order.
 
@@ -142,15 +142,112 @@ def check_same_buckets(buckets: Iterable[Bucket], world: World) -> None:
         )
 
 
-class _Started(NamedTuple):
-    result: BucketResult
-    handle: SyncHandle[list[Tensor]]
+class ReadyBuckets:
+    """Calls ``launch`` with every bucket, in their order, each as soon as its gradients are ready.
+
+    All ranks must start collectives in one order, but gradients become ready in any order, and some never. So a bucket
+    waits for those before it, and :meth:`launch_rest` launches what backward did not.
+    """
+
+    def __init__(self, launch: Callable[[Bucket], None]) -> None:
+        self._launch = launch
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[Tensor, int] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._paused = False
+        self.reset()
+
+    def watch(self, buckets: list[Bucket], *, early: bool) -> None:
+        """Count these buckets' gradients from now on; without ``early``, only :meth:`launch_rest` launches."""
+        for hook in self._hooks:
+            hook.remove()
+        known, self._buckets = self._buckets, list(buckets)
+        self._bucket_of = {param: number for number, bucket in enumerate(buckets) for param in bucket.params}
+        # A flat parameter of FSDP1 holds the whole unit's gradient when its hooks run.
+        watched = [param for param in self._bucket_of if early and not isinstance(param, FlatParameter)]
+        count = WeakMethod(self._count)
+        self._hooks = [param.register_post_accumulate_grad_hook(partial(_count_if_alive, count)) for param in watched]  # type: ignore[no-untyped-call]
+        if self._buckets[: len(known)] == known:
+            # Buckets were added, perhaps in the middle of an iteration: what was launched stays launched.
+            self._missing += [len(bucket.params) for bucket in self._buckets[len(known) :]]
+        else:
+            self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew, for the next step."""
+        self._versions: dict[Tensor, tuple[int, int]] = {}
+        self._missing = [len(bucket.params) for bucket in self._buckets]
+        self._launched = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing: gradients are still being accumulated."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether some buckets of this step are launched, and others may not be."""
+        return self._launched > 0
+
+    def unlaunched(self) -> list[Bucket]:
+        """Return the buckets that are left to launch, in order, and count them as launched."""
+        rest, self._launched = self._buckets[self._launched :], len(self._buckets)
+        return rest
+
+    def launch_rest(self) -> None:
+        """Launch the buckets that are left, whether or not their gradients are there."""
+        for bucket in self.unlaunched():
+            self._launch(bucket)
+
+    def check_unchanged(self) -> None:
+        """Raise if a gradient was changed after its bucket was launched."""
+        for param, version in self._versions.items():
+            if self._bucket_of[param] >= self._launched:
+                continue
+            if param.grad is None or _version_of(param.grad) != version:
+                raise InvalidArgumentError(
+                    "a gradient was changed after its exchange had begun. With overlap=True, or 'backward', gradients "
+                    "leave during backward(): use overlap=False, or 'step', to clip or unscale them, and no_sync() to "
+                    "accumulate them."
+                )
+
+    def _count(self, param: Tensor) -> None:
+        """Count a gradient that backward has made, and launch what is ready now; autograd calls this, in its thread."""
+        if self._paused or param.grad is None:
+            return
+        if param in self._versions:
+            raise InvalidArgumentError(
+                "backward() ran twice before step(), and gradients are on their way since the first. Accumulate in "
+                "`with optimizer.no_sync():` and leave it for the last backward(), or use overlap=False, or 'step'."
+            )
+        self._versions[param] = _version_of(param.grad)
+        self._missing[self._bucket_of[param]] -= 1
+        while self._launched < len(self._buckets) and self._missing[self._launched] == 0:
+            self._launched += 1
+            self._launch(self._buckets[self._launched - 1])
+
+
+def _count_if_alive(count: WeakMethod[Any], param: Tensor) -> None:
+    """Call ``count``, unless nothing but these hooks held its optimizer."""
+    alive = count()
+    if alive is not None:
+        alive(param)
+
+
+def _version_of(gradient: Tensor) -> tuple[int, int]:
+    """Return where a gradient lies, and how often it was changed there."""
+    return local(gradient).data_ptr(), version_of(local(gradient))
 
 
 class BucketExchange:
     """Buckets under way between nodes, and the residuals of what was not sent of them.
 
-    ``residuals[group]`` are kept by the number of the parameter group; none at all without ``has_residuals``.
+    ``residuals[group]`` are kept by the number of the parameter group; none at all without ``has_residuals``. In an
+    optimizer they are the momentum.
     """
 
     def __init__(
@@ -163,13 +260,14 @@ class BucketExchange:
         in_background: bool,
     ) -> None:
         self.world = world
-        self._in_background = in_background
+        self.buckets: list[Bucket] = []
         self.residuals: dict[int, Residuals] = {}
-        self._average, self._nonfinite, self._has_residuals = average, nonfinite, has_residuals
+        self._average, self._nonfinite = average, nonfinite
+        self._has_residuals, self._in_background = has_residuals, in_background
         self._outputs: dict[Bucket, list[Tensor]] = {}
         self._plans: dict[tuple[Bucket, Compressor, AlgorithmOption, NonFinitePolicy], SyncPlan] = {}
         self._algorithms: dict[Hashable, AlgorithmOption] = {}
-        self._started: list[_Started] = []
+        self._started: list[tuple[Bucket, SyncHandle[list[Tensor]]]] = []
         self._failures: list[FlexcommError] = []
         self._has_shards = False
 
@@ -189,20 +287,25 @@ class BucketExchange:
         settings: CompressionSettings,
         step: int,
         *,
-        algorithm: AlgorithmOption = "auto",
+        algorithm: AlgorithmOption | None = None,
         nonfinite: NonFinitePolicy | None = None,
     ) -> None:
-        """Start the exchange of a bucket's tensors; ``nonfinite`` overrules what the exchange was made with."""
+        """Start the exchange of a bucket's tensors.
+
+        ``algorithm`` is one for all ``buckets`` like this one, if not given; ``nonfinite`` that of the exchange.
+        """
         residuals = self.residuals_of(bucket)
         if residuals is not None:
             residuals.decay, residuals.gain, residuals.alpha = settings.decay, settings.gain, settings.alpha
         if bucket not in self._outputs:
             self._outputs[bucket] = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-        averages = self._outputs[bucket]
         self._has_shards |= bucket.averaged
+        algorithm = algorithm or self._algorithm_of(bucket, settings.compressor)
         plan = self._plan_for(bucket, tensors, settings.compressor, algorithm, nonfinite or self._nonfinite)
         try:
-            handle = start_planned(plan, tensors, world=self.world, residuals=residuals, step=step, out=averages)
+            handle = start_planned(
+                plan, tensors, world=self.world, residuals=residuals, step=step, out=self._outputs[bucket]
+            )
         except TransportError:
             self.cancel()
             raise
@@ -210,34 +313,26 @@ class BucketExchange:
             # Kept until the end: the other ranks of this node wait there, and learn of it.
             self._failures.append(failure)
         else:
-            self._started.append(_Started(BucketResult(bucket, averages), handle))
-
-    def algorithm_of(self, bucket: Bucket, buckets: Iterable[Bucket], compressor: Compressor) -> AlgorithmOption:
-        """Return one algorithm for all ``buckets`` of this one's parameter group, dtype and device.
-
-        For all of them, because the size of buckets must not change what is sent.
-        """
-        key = _alike(bucket, compressor)
-        if key not in self._algorithms:
-            alike = [other for other in buckets if _alike(other, compressor) == key]
-            tensors = [local(param) for other in alike for param in other.params]
-            names = [name for other in alike for name in other.names]
-            self._algorithms[key] = choose_algorithm(tensors, names, compressor, self.world)
-        return self._algorithms[key]
+            self._started.append((bucket, handle))
 
     def finish(self) -> list[BucketResult] | None:
-        """Return what was received, of all buckets; None if all ranks skip it. Nothing has changed if this raises."""
+        """Wait for all buckets and return their averages; None if all ranks skip them.
+
+        Momentum is committed for all buckets, or for none if this raises or returns None.
+        """
         started, failures = self._started, self._failures
         self._started, self._failures = [], []
+        handles = [handle for _, handle in started]
         try:
-            failures += [failure for one in started if (failure := _wait(one.handle)) is not None]
-            skipped = any(one.handle.record.skipped for one in started)
+            # Each wait commits a bucket's momentum, or leaves it as it was.
+            failures += [failure for handle in handles if (failure := _wait(handle)) is not None]
+            skipped = any(handle.record.skipped for handle in handles)
             failed_ranks, skipped = self._share_outcome(failed=bool(failures), skipped=skipped)
         except TransportError:
-            _roll_back(started)
+            _roll_back(handles)
             raise
         if failed_ranks or skipped:
-            _roll_back(started)
+            _roll_back(handles)
         if failures:
             raise failures[0]
         if failed_ranks:
@@ -245,21 +340,36 @@ class BucketExchange:
                 f"{failed_ranks} other ranks of this node could not exchange their shards, and nothing was changed; "
                 f"their own errors say why. Skip this step."
             )
-        return None if skipped else [one.result for one in started]
+        return None if skipped else [BucketResult(bucket, handle.result) for bucket, handle in started]
 
     def cancel(self) -> None:
-        """End what is under way as if it had not begun."""
-        started, self._started, self._failures = self._started, [], []
-        for one in started:
+        """Wait for what is under way, and roll it back."""
+        handles = [handle for _, handle in self._started]
+        self._started, self._failures = [], []
+        for handle in handles:
             with suppress(TransportError):
-                _wait(one.handle)
-        _roll_back(started)
+                _wait(handle)
+        _roll_back(handles)
 
-    def forget_buckets(self) -> None:
-        """Free the memory of buckets that are no longer what they were."""
+    def set_buckets(self, buckets: list[Bucket]) -> None:
+        """Exchange these buckets from now on, and free the memory of those before."""
+        self.buckets = buckets
         self._outputs.clear()
         self._plans.clear()
         self._algorithms.clear()
+
+    def _algorithm_of(self, bucket: Bucket, compressor: Compressor) -> AlgorithmOption:
+        """Return one algorithm for all buckets of this one's parameter group, dtype and device.
+
+        For all of them, because the size of buckets must not change what is sent.
+        """
+        key = _alike(bucket, compressor)
+        if key not in self._algorithms:
+            alike = [other for other in self.buckets if _alike(other, compressor) == key]
+            tensors = [local(param) for other in alike for param in other.params]
+            names = [name for other in alike for name in other.names]
+            self._algorithms[key] = choose_algorithm(tensors, names, compressor, self.world)
+        return self._algorithms[key]
 
     def _plan_for(
         self,
@@ -290,7 +400,7 @@ class BucketExchange:
     def _share_outcome(self, *, failed: bool, skipped: bool) -> tuple[int, bool]:
         """Return how many ranks of this node failed, and whether any skips.
 
-        Shards are exchanged by ranks of one local rank, so the others do not know. Whole tensors are not.
+        Ranks of one local rank exchange shards, so the others of the node do not know; of whole tensors, all know.
         """
         intra = self.world.intra
         if intra.size == 1 or not self._has_shards:
@@ -298,6 +408,20 @@ class BucketExchange:
         outcome = torch.tensor([failed, skipped], dtype=torch.int32, device=self.world.device)
         failures, skips = intra.all_reduce(outcome).wait().tolist()
         return failures, bool(skips)
+
+
+def _alike(bucket: Bucket, compressor: Compressor) -> Hashable:
+    first = bucket.params[0]
+    return compressor, bucket.group, bucket.averaged, first.dtype, first.device
+
+
+def choose_algorithm(
+    tensors: Sequence[Tensor], names: Sequence[str], compressor: Compressor, world: World
+) -> AlgorithmOption:
+    """Return the algorithm for all tensors of one dtype, however they are put into buckets."""
+    specs = [_spec_of(x, name) for x, name in zip(tensors, names, strict=True)]
+    (chosen,) = choose_algorithms(specs, compressor, world.inter.size).values()
+    return chosen.algorithm
 
 
 def _wait(handle: SyncHandle[list[Tensor]]) -> FlexcommError | None:
@@ -310,109 +434,9 @@ def _wait(handle: SyncHandle[list[Tensor]]) -> FlexcommError | None:
     return None
 
 
-def _roll_back(started: list[_Started]) -> None:
-    for one in started:
-        one.handle.rollback()
-
-
-class ReadyBuckets:
-    """Launches buckets, always in the same order, each when all its gradients are there and those before are launched.
-
-    All ranks must start collectives in one order, but gradients become ready in any, and some never. What backward did
-    not launch, :meth:`launch_rest` launches.
-    """
-
-    def __init__(self, launch: Callable[[Bucket], None]) -> None:
-        self._launch = launch
-        self._buckets: list[Bucket] = []
-        self._bucket_of: dict[Tensor, int] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._paused = False
-        self.reset()
-
-    def watch(self, buckets: list[Bucket], *, early: bool) -> None:
-        """Count these buckets' gradients from now on; without ``early``, only :meth:`launch_rest` launches."""
-        for hook in self._hooks:
-            hook.remove()
-        known, self._buckets = self._buckets, list(buckets)
-        self._bucket_of = {param: number for number, bucket in enumerate(buckets) for param in bucket.params}
-        # A flat parameter of FSDP1 holds the whole unit's gradient when its hooks run.
-        watched = [param for param in self._bucket_of if early and not isinstance(param, FlatParameter)]
-        count = WeakMethod(self._count)
-        self._hooks = [param.register_post_accumulate_grad_hook(partial(_count_if_alive, count)) for param in watched]  # type: ignore[no-untyped-call]
-        if self._buckets[: len(known)] == known:
-            # Buckets were added, perhaps in the middle of an iteration: what was launched stays launched.
-            self._missing += [len(bucket.params) for bucket in self._buckets[len(known) :]]
-        else:
-            self.reset()
-
-    def reset(self) -> None:
-        """Begin to count anew."""
-        self._versions: dict[Tensor, tuple[int, int]] = {}
-        self._missing = [len(bucket.params) for bucket in self._buckets]
-        self._launched = 0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count nothing: gradients are still being accumulated."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    @property
-    def has_launched(self) -> bool:
-        """Whether some buckets of this iteration are on their way, and others may not be."""
-        return self._launched > 0
-
-    def unlaunched(self) -> list[Bucket]:
-        """Return the buckets that are left to launch, in order, and count them as launched."""
-        rest, self._launched = self._buckets[self._launched :], len(self._buckets)
-        return rest
-
-    def launch_rest(self) -> None:
-        """Launch what was not, whether or not its gradients are there."""
-        for bucket in self.unlaunched():
-            self._launch(bucket)
-
-    def check_unchanged(self) -> None:
-        """Raise if a gradient is no longer what was launched."""
-        for param, version in self._versions.items():
-            if self._bucket_of[param] >= self._launched:
-                continue
-            if param.grad is None or _version_of(param.grad) != version:
-                raise InvalidArgumentError(
-                    "a gradient was changed after its exchange had begun. With overlap=True, or 'backward', gradients "
-                    "leave during backward(): use overlap=False, or 'step', to clip or unscale them, and no_sync() to "
-                    "accumulate them."
-                )
-
-    def _count(self, param: Tensor) -> None:
-        if self._paused or param.grad is None:
-            return
-        if param in self._versions:
-            raise InvalidArgumentError(
-                "backward() ran twice before step(), and gradients are on their way since the first. Accumulate in "
-                "`with optimizer.no_sync():` and leave it for the last backward(), or use overlap=False, or 'step'."
-            )
-        self._versions[param] = _version_of(param.grad)
-        self._missing[self._bucket_of[param]] -= 1
-        while self._launched < len(self._buckets) and self._missing[self._launched] == 0:
-            self._launched += 1
-            self._launch(self._buckets[self._launched - 1])
-
-
-def _count_if_alive(count: WeakMethod[Any], param: Tensor) -> None:
-    """Count a gradient; none for an optimizer that nobody holds any more but its own hooks."""
-    alive = count()
-    if alive is not None:
-        alive(param)
-
-
-def _version_of(gradient: Tensor) -> tuple[int, int]:
-    """Return where a gradient lies, and how often it was changed there."""
-    return local(gradient).data_ptr(), version_of(local(gradient))
+def _roll_back(handles: list[SyncHandle[list[Tensor]]]) -> None:
+    for handle in handles:
+        handle.rollback()
 
 
 class GradientExchange(BucketExchange):
@@ -437,27 +461,25 @@ class GradientExchange(BucketExchange):
         super().__init__(
             world, average=average, nonfinite=nonfinite, has_residuals=has_residuals, in_background=overlap
         )
-        self.buckets: list[Bucket] = []
         self._groups, self._settings_of = groups, settings_of
         self._bucket_bytes, self._overlap = bucket_bytes, overlap
         self._trainable: list[Tensor] = []
-        self._ready = ReadyBuckets(self._start)
+        self._ready = ReadyBuckets(self._start_bucket)
 
     def refresh(self) -> bool:
         """Plan buckets anew if other parameters want gradients than before; return whether they do."""
         trainable = [param for group in self._groups for param in group["params"] if param.requires_grad]
-        if len(trainable) == len(self._trainable) and all(map(_is_same, trainable, self._trainable)):
+        if len(trainable) == len(self._trainable) and all(map(operator.is_, trainable, self._trainable)):
             return False
         # What is on its way belongs to the buckets before.
         self.cancel()
         self._trainable = trainable
-        self.forget_buckets()
-        self.buckets = plan_buckets(self._groups, self._bucket_bytes, lambda param: param.requires_grad)
+        self.set_buckets(plan_buckets(self._groups, self._bucket_bytes, lambda param: param.requires_grad))
         self._ready.watch(self.buckets, early=self._overlap)
         return True
 
     def exchange(self, scale: Tensor | None, nonfinite: NonFinitePolicy | None) -> list[BucketResult] | None:
-        """Return the averages of all gradients, divided by ``scale``, as far as they were sent; None to skip a step."""
+        """Return the averages of what all nodes sent of their gradients, divided by ``scale``; None to skip a step."""
         try:
             self._ready.check_unchanged()
             if scale is not None and self._overlap:
@@ -466,7 +488,7 @@ class GradientExchange(BucketExchange):
                     "overlap=False, or bfloat16, which needs no scaler."
                 )
             for bucket in self._ready.unlaunched():
-                self._start(bucket, scale, nonfinite)
+                self._start_bucket(bucket, scale, nonfinite)
         except BaseException:
             self.cancel()
             raise
@@ -485,20 +507,11 @@ class GradientExchange(BucketExchange):
     def settings_of(self, bucket: Bucket) -> CompressionSettings:
         return self._settings_of(self._groups[bucket.group])
 
-    def _start(self, bucket: Bucket, scale: Tensor | None = None, nonfinite: NonFinitePolicy | None = None) -> None:
+    def _start_bucket(
+        self, bucket: Bucket, scale: Tensor | None = None, nonfinite: NonFinitePolicy | None = None
+    ) -> None:
         gradients = [gradient_of(param) for param in bucket.params]
         if scale is not None:
             gradients = list(torch._foreach_div(gradients, scale))
-        settings = self.settings_of(bucket)
-        algorithm = self.algorithm_of(bucket, self.buckets, settings.compressor)
         step = self._groups[bucket.group]["step"]
-        self.start(bucket, gradients, settings, step, algorithm=algorithm, nonfinite=nonfinite)
-
-
-def _alike(bucket: Bucket, compressor: Compressor) -> Hashable:
-    first = bucket.params[0]
-    return compressor, bucket.group, bucket.averaged, first.dtype, first.device
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one is other
+        self.start(bucket, gradients, self.settings_of(bucket), step, nonfinite=nonfinite)

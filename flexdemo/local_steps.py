@@ -79,20 +79,17 @@ class LocalSteps:
                     self.anchors[param] = local(param).clone(memory_format=torch.contiguous_format)
                     if self._outer is not None:
                         self.velocities[param] = torch.zeros_like(self.anchors[param])
-        self.exchange.forget_buckets()
         # Also what is frozen by now: nodes may have gone apart on it before.
-        self.buckets = plan_buckets(self._groups, self._bucket_bytes, self.anchors.__contains__)
+        self.exchange.set_buckets(plan_buckets(self._groups, self._bucket_bytes, self.anchors.__contains__))
 
     def outer_step_if_due(self, step: int) -> None:
         """Move all nodes together if this was the last of their local steps."""
         if step % self.every:
             return
-        for bucket in self.buckets:
+        for bucket in self.exchange.buckets:
             anchors, params = [self.anchors[param] for param in bucket.params], [local(p) for p in bucket.params]
             moved = torch._foreach_sub(anchors, params)
-            settings = self.settings_of(bucket)
-            algorithm = self.exchange.algorithm_of(bucket, self.buckets, settings.compressor)
-            self.exchange.start(bucket, list(moved), settings, step // self.every, algorithm=algorithm)
+            self.exchange.start(bucket, list(moved), self.settings_of(bucket), step // self.every)
         for result in self.exchange.finish() or []:
             self._move(result)
 

@@ -47,13 +47,13 @@ class NodeState:
         """Plan what is kept of parameters that joined. The ranks of a node tell each other how much that is."""
         check_same_buckets(self._gradients.buckets, self._world)
         gradients, steps = self._gradients, self._local_steps
-        exchanges: list[tuple[str, BucketExchange, list[Bucket], Callable[[Bucket], CompressionSettings]]] = [
-            (MOMENTUM, gradients, gradients.buckets, gradients.settings_of)
+        exchanges: list[tuple[str, BucketExchange, Callable[[Bucket], CompressionSettings]]] = [
+            (MOMENTUM, gradients, gradients.settings_of)
         ]
         if steps is not None:
-            exchanges.append((UNSENT, steps.exchange, steps.buckets, steps.settings_of))
-        for key, exchange, buckets, settings_of in exchanges:
-            for bucket in buckets:
+            exchanges.append((UNSENT, steps.exchange, steps.settings_of))
+        for key, exchange, settings_of in exchanges:
+            for bucket in exchange.buckets:
                 here = [local(param) for param in bucket.params]
                 self._lengths |= zip(bucket.params, longest_on_node(map(Tensor.numel, here), self._world), strict=True)
                 for param, entry in zip(
