@@ -9,25 +9,38 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from flexcomm import InvalidArgumentError
+from flexdemo.parameters import local, wrapped_like
 from flexdemo.torch_private import mesh_without_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Parameter
 
     from flexcomm import World
-    from flexdemo.checkpoint.resharding import UnshardedTensor
+    from flexdemo.parameters import Group
 
-__all__ = ["FromOtherNodes", "NodeAxis", "OtherNodes", "Rows", "is_stacked"]
+__all__ = [
+    "FromOtherNodes",
+    "NodeAxis",
+    "OtherNodes",
+    "Rows",
+    "check_sizes",
+    "is_stacked",
+    "longest_on_node",
+    "required",
+    "stacked_state",
+    "take_state_",
+]
 
 _AXES = ("node", "local_rank")
 
@@ -61,7 +74,7 @@ class NodeAxis:
     """The place of this rank in tensors ``[nodes, ranks per node, numel]``."""
 
     def __init__(self, world: World) -> None:
-        self._topology = world.topology
+        self.topology = world.topology
         self._mesh: DeviceMesh | None = None
         self._nodes = self._ranks = 1
         if world.topology.size > 1 and dist.is_initialized():
@@ -81,13 +94,13 @@ class NodeAxis:
 
     def owner(self) -> Tensor:
         """Return a stamp of this rank, by which state that was handed to another is found out."""
-        return self.stacked(torch.tensor([self._topology.rank]), 1)
+        return self.stacked(torch.tensor([self.topology.rank]), 1)
 
     def check_owner(self, owner: Tensor) -> None:
         """Raise if a stamp is another rank's; all ranks' stamps together are nobody's."""
-        if self.is_own(owner) and int(_here(owner)) != self._topology.rank:
+        if self.is_own(owner) and int(_here(owner)) != self.topology.rank:
             raise InvalidArgumentError(
-                f"this state was saved by rank {int(_here(owner))}, but this is rank {self._topology.rank}: "
+                f"this state was saved by rank {int(_here(owner))}, but this is rank {self.topology.rank}: "
                 f"momenta differ from node to node. Save and load on every rank, each its own file, or save by "
                 f"torch.distributed.checkpoint, which keeps them apart."
             )
@@ -102,14 +115,14 @@ class NodeAxis:
                 f"the saved {name} is of {nodes} x {ranks} ranks, of which only one row is here: load by "
                 f"flexdemo.load_checkpoint, which reads them all."
             )
-        if nodes == self._topology.nodes:
-            return Rows(stacked[self._topology.node], is_own=False)
+        if nodes == self.topology.nodes:
+            return Rows(stacked[self.topology.node], is_own=False)
         if other_nodes == "reset":
             return Rows(stacked.new_zeros(ranks, length), is_own=False)
         if other_nodes == "mean":
             return Rows(stacked.mean(dim=0), is_own=False)
         raise InvalidArgumentError(
-            f"the saved {name} is of {nodes} nodes, but there are {self._topology.nodes} now. Load with "
+            f"the saved {name} is of {nodes} nodes, but there are {self.topology.nodes} now. Load with "
             f"other_nodes='mean', which gives every node the mean of all, or 'reset', which begins at zero."
         )
 
@@ -129,10 +142,7 @@ class NodeAxis:
         """Return this rank's row; None if so many ranks saved them that it has none."""
         if rows.is_own:
             return rows.values[0]
-        return rows.values[self._topology.local_rank] if len(rows.values) == self._topology.local_size else None
-
-    def reshard(self, whole: UnshardedTensor, rows: Rows) -> Tensor:
-        return whole.reshard(rows.values, self._topology.local_size, self._topology.local_rank)
+        return rows.values[self.topology.local_rank] if len(rows.values) == self.topology.local_size else None
 
     def is_own(self, stacked: Tensor) -> bool:
         """Return whether this is a row as this rank saves it, of as many nodes and ranks."""
@@ -149,3 +159,60 @@ def is_stacked(tensor: Tensor) -> bool:
 def _here(stacked: Tensor) -> Tensor:
     with torch.no_grad():
         return stacked.to_local() if isinstance(stacked, DTensor) else stacked
+
+
+def longest_on_node(lengths: Iterable[int], world: World) -> list[int]:
+    """Return, number by number, the largest that any rank of this node has."""
+    mine = torch.tensor(list(lengths), dtype=torch.int64, device=world.device)
+    longest: list[int] = world.intra.all_gather(mine).wait().amax(dim=0).tolist()
+    return longest
+
+
+# State dicts
+
+_SCALAR = " (one)"
+"""Marks a number of a node's own among tensors."""
+
+
+def stacked_state(axis: NodeAxis, state: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return a parameter's state, of up to ``length`` elements, with a node axis. Counters, too: nodes may differ."""
+    own: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            own[key] = value
+        elif value.dim():
+            own[key] = axis.stacked(local(value), length)
+        else:
+            own[f"{key}{_SCALAR}"] = axis.stacked(value, 1)
+    return own
+
+
+def take_state_(axis: NodeAxis, saved: dict[str, Any], param: Parameter, other_nodes: OtherNodes) -> None:
+    """Replace what :func:`stacked_state` made by what this rank's optimizer goes on with."""
+    shape = local(param).shape
+    for key in [key for key, value in saved.items() if isinstance(value, Tensor)]:
+        value = saved.pop(key)
+        if key.endswith(_SCALAR):
+            saved[key.removesuffix(_SCALAR)] = axis.taken(value, (), key, other_nodes)
+        else:
+            saved[key] = wrapped_like(axis.taken(value, shape, key, other_nodes), param)
+
+
+def required(saved: dict[str, Any], key: str) -> Tensor:
+    """Take a tensor out of what was saved for a parameter."""
+    if key not in saved:
+        raise InvalidArgumentError(
+            f"the state to be loaded has no {key}, but {', '.join(map(str, saved)) or 'nothing'}: it was saved by "
+            f"another optimizer, or by one with other settings, such as sync_every, outer, compressor or schedule."
+        )
+    value: Tensor = saved.pop(key)
+    return value
+
+
+def check_sizes(saved: list[dict[str, Any]], groups: list[Group]) -> None:
+    """Raise unless what was saved has as many groups, of as many parameters."""
+    sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if sizes[0] != sizes[1]:
+        raise InvalidArgumentError(
+            f"the state to be loaded has groups of {sizes[0]} parameters, but this optimizer has {sizes[1]}."
+        )

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint.entries import find_entries, load_states, longest_on_node
-from flexdemo.checkpoint.inner_state import check_sizes, required, stacked_state, take_state_
-from flexdemo.checkpoint.node_axis import NodeAxis
+from flexdemo.checkpoint.node_axis import NodeAxis, check_sizes, longest_on_node, required, stacked_state, take_state_
+from flexdemo.checkpoint.residuals import find_entries, load_states
 from flexdemo.gradients import check_same_buckets
 from flexdemo.parameters import local, wrapped_like
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from flexcomm import World
-    from flexdemo.checkpoint.entries import StateEntry, States
     from flexdemo.checkpoint.node_axis import OtherNodes
+    from flexdemo.checkpoint.residuals import StateEntry, States
     from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings, GradientExchange
     from flexdemo.local_steps import LocalSteps
     from flexdemo.parameters import Group

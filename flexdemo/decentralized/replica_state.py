@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint.entries import longest_on_node
-from flexdemo.checkpoint.inner_state import check_sizes, required, stacked_state, take_state_
-from flexdemo.checkpoint.node_axis import NodeAxis
+from flexdemo.checkpoint.node_axis import NodeAxis, check_sizes, longest_on_node, required, stacked_state, take_state_
 from flexdemo.parameters import local
 
 if TYPE_CHECKING:

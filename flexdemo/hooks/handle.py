@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flexcomm import FlexcommError, InvalidArgumentError, TransportError, default_world
-from flexdemo.checkpoint.entries import find_entries, load_states
 from flexdemo.checkpoint.node_axis import NodeAxis
+from flexdemo.checkpoint.residuals import find_entries, load_states
 from flexdemo.gradients import BucketExchange, CompressionSettings, choose_algorithm
 from flexdemo.torch_private import queue_callback
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexcomm import AlgorithmOption, Average, Compressor, NonFinitePolicy, World
-    from flexdemo.checkpoint.entries import StateEntry, States
     from flexdemo.checkpoint.node_axis import OtherNodes
+    from flexdemo.checkpoint.residuals import StateEntry, States
     from flexdemo.gradients import Bucket
 
 __all__ = ["BackwardPass", "HookHandle"]
