@@ -70,7 +70,7 @@ class CompressionState(HookHandle):
         self._sent[bucket] = grad_bucket, future
         self.start(bucket, grad_bucket.gradients())
         if grad_bucket.is_last():
-            self._finish()
+            self._finish_backward()
         return future
 
     def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
@@ -83,15 +83,10 @@ class CompressionState(HookHandle):
                 self.plan([(self._buckets[names], grad_bucket.gradients())])
         return self._buckets[names]
 
-    def _finish(self) -> None:
+    def _finish_backward(self) -> None:
         sent, self._sent = self._sent, {}
-        results = self.exchange.finish()
-        for bucket, averages in results or []:
-            for gradient, average in zip(sent[bucket][0].gradients(), averages, strict=True):
-                gradient.copy_(average)
+        self.finish({bucket: grad_bucket.gradients() for bucket, (grad_bucket, _) in sent.items()})
         for grad_bucket, future in sent.values():
-            if results is None:
-                grad_bucket.buffer().zero_()
             future.set_result(grad_bucket.buffer())
         self.step += 1
 

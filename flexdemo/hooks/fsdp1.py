@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from flexdemo.hooks.handle import HookHandle
 
-__all__ = ["attach_to_flat_units"]
+__all__ = ["attach_to_fsdp1"]
 
 _SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 
-def attach_to_flat_units(model: FullyShardedDataParallel, handle: HookHandle) -> None:
+def attach_to_fsdp1(model: FullyShardedDataParallel, handle: HookHandle) -> None:
     """Exchange the flat gradient of every unit of ``model``, whose replicas become node 0's."""
     units = [
         (name or "root", unit)
@@ -66,7 +66,7 @@ def _check_unit(name: str, unit: FullyShardedDataParallel, handle: HookHandle) -
 
 
 class _Unit:
-    """What the hook is told: for which unit it is called."""
+    """The state that FSDP passes to the hook: the unit it is called for."""
 
     def __init__(self, name: str, unit: FullyShardedDataParallel, handle: HookHandle, backward: BackwardPass) -> None:
         self.handle, self.backward = handle, backward

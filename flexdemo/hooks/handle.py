@@ -11,7 +11,7 @@ from flexdemo.gradients import BucketExchange, CompressionSettings, choose_algor
 from flexdemo.torch_private import queue_callback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -66,6 +66,15 @@ class HookHandle:
         algorithm = self._algorithms.get(tensors[0].dtype, "auto") if tensors else "auto"
         self.exchange.start(bucket, tensors, self.settings, self.step, algorithm=algorithm)
 
+    def finish(self, sent: Mapping[Bucket, Sequence[Tensor]]) -> None:
+        """Wait for all that was started, and write averages over what was sent; zeros if all ranks skip it."""
+        results = self.exchange.finish()
+        if results is None:
+            _zero_(sent)
+        for bucket, averages in results or []:
+            for gradient, average in zip(sent[bucket], averages, strict=True):
+                gradient.copy_(average)
+
     def plan(self, buckets: Sequence[tuple[Bucket, Sequence[Tensor]]]) -> None:
         """Plan the residuals of all buckets' tensors, on all ranks together: their states are saved.
 
@@ -109,7 +118,7 @@ class HookHandle:
 class BackwardPass:
     """The gradients of one backward pass that are under way between nodes; their averages are written at its end.
 
-    What goes wrong is raised when the pass ends: FSDP does not survive an exception in the middle of it.
+    Errors are raised when the pass ends: FSDP does not survive an exception in the middle of it.
     """
 
     def __init__(self, handle: HookHandle) -> None:
@@ -120,7 +129,7 @@ class BackwardPass:
 
     def send(self, bucket: Bucket, gradients: list[Tensor], *, at_once: bool) -> None:
         """Exchange gradients in place: until this returns if ``at_once``, else until the backward pass ends."""
-        # With every send: a pass that died took its callbacks along, and left what was under way.
+        # With every send: a pass that failed has dropped its callbacks, and left its exchange under way.
         queue_callback(self._end)
         if bucket in self._sent:
             self._handle.exchange.cancel()
@@ -142,22 +151,20 @@ class BackwardPass:
             raise failure
 
     def _receive(self) -> None:
-        """Write what was received over what was sent; zeros if all ranks skip it, or if it failed."""
+        """Write what was received over what was sent, zeros if it failed."""
         sent, self._sent = self._sent, {}
         if not sent:
             return
-        results = None
         try:
-            results = self._handle.exchange.finish()
+            self._handle.finish(sent)
         except TransportError:
             raise
         except FlexcommError as failure:
             self._failure = self._failure or failure
-        if results is None:
-            for gradients in sent.values():
-                for gradient in gradients:
-                    gradient.zero_()
-            return
-        for bucket, averages in results:
-            for gradient, average in zip(sent[bucket], averages, strict=True):
-                gradient.copy_(average)
+            _zero_(sent)
+
+
+def _zero_(sent: Mapping[Bucket, Sequence[Tensor]]) -> None:
+    for gradients in sent.values():
+        for gradient in gradients:
+            gradient.zero_()
