@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ABOVE_0_TO_1", "AT_LEAST_0", "FROM_0_TO_1", "NodeOptimizer", "SyncTarget"]
 
 SyncTarget = Literal["gradients", "steps"]
-"""What nodes send each other: gradients, from which all take the same step, or how far each moved by its own step."""
+"""Nodes exchange gradients, and all take the same step; or each takes a step of its own, and they exchange those."""
 
 AT_LEAST_0: Rule = (lambda value: value >= 0, "at least 0")
 FROM_0_TO_1: Rule = (lambda value: 0 <= value <= 1, "from 0 to 1")
@@ -40,14 +40,18 @@ ABOVE_0_TO_1: Rule = (lambda value: 0 < value <= 1, "above 0, at most 1")
 
 
 class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
-    """An optimizer whose parameters have a replica on every node; at the start, all become those of node 0."""
+    """An optimizer whose parameters have a replica on every node; at the start, all become those of node 0.
+
+    A subclass says what is sent of the gradients (``_sync_settings``) and how parameters move by the averages
+    (``_apply``).
+    """
 
     # torch's GradScaler leaves inf and scale to optimizers that say so. Were it to decide alone, on each rank, some
     # ranks would skip a step in which others wait for them.
     _step_supports_amp_scaling = True
 
     _rules: ClassVar[dict[str, Rule]]
-    """The settings of a parameter group that are checked: what each may be, as a test and in words."""
+    """The allowed values of a parameter group's settings: a test of each, and its words for the error."""
 
     _has_local_residuals = True
     """Whether a node that takes local steps keeps what it does not apply."""
@@ -90,21 +94,21 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
 
     @abstractmethod
     def _sync_settings(self, group: Group) -> CompressionSettings:
-        """Return what is sent of a group's gradients."""
+        """Return the compressor of a group's gradients, and the decay, gain and alpha of its momentum."""
 
     def _local_settings(self, group: Group) -> CompressionSettings:
-        """Return what a node that takes local steps applies of its gradients."""
+        """Return the same for the steps that a node takes alone, with ``sync_every`` above 1 or ``sync="steps"``."""
         return self._sync_settings(group)
 
     @abstractmethod
     def _apply(self, results: list[BucketResult]) -> None:
-        """Change the parameters by what all nodes hold."""
+        """Change the parameters by averages that are equal on all nodes."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Exchange all gradients and change all parameters; if this raises, neither they nor momenta have changed.
 
-        With local steps, what a node did by itself stays.
+        With local steps, a step that a node took alone stays.
         """
         loss = None
         if closure is not None:
@@ -169,13 +173,17 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's own format. What is a node's own has a node axis; see docs/training.md."""
+        """Return torch's own format, with a node axis where nodes differ; see docs/training.md."""
         return self._node_state.added_to(super().state_dict(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
-        """Go on from a state, bit for bit. ``other_nodes`` says what to do if it is of another number of nodes.
+        """Go on from a state, bit for bit.
 
-        That is an error, if nothing is said.
+        Args:
+            state_dict: as :meth:`state_dict` returned it.
+            other_nodes: for a state of another number of nodes: an ``"error"`` (the default), the ``"mean"`` of all
+                nodes, or ``"reset"`` to zero.
+
         """
         self._gradients.cancel()
         self._refresh()

@@ -22,9 +22,9 @@ __all__ = ["Inner"]
 
 
 class Inner:
-    """Optimizers that share the groups and the state of ``owner``, the one around them.
+    """torch's optimizers inside ``owner``, whose parameter groups and state they use.
 
-    ``counts`` says how many of its groups, in order, are each one's.
+    ``counts`` are the numbers of groups that belong to each of them, in order.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], counts: Iterable[int]) -> None:
@@ -33,16 +33,16 @@ class Inner:
             raise InvalidArgumentError("LBFGS calls a closure several times a step, and cannot be exchanged.")
 
     def take_over_state(self, owner: Optimizer) -> None:
-        """Give the owner what the optimizers remember of steps they took before."""
+        """Give the owner the state of steps that the optimizers took before."""
         for optimizer in self._optimizers:
             for param, state in optimizer.state.items():
                 owner.state[param] = state
 
     @torch.no_grad()
     def initial_states(self, owner: Optimizer) -> dict[Tensor, dict[str, Any]]:
-        """Return states as those of a first step, for parameters that have none: what a checkpoint is loaded into.
+        """Return initial states for parameters that have none, so that a checkpoint has all keys.
 
-        By a step with no gradient, of which nothing else is left.
+        They come from a step with zero gradients, after which parameters and states are restored.
         """
         params = [param for group in owner.param_groups for param in group["params"]]
         new = [param for param in params if not owner.state[param]]
@@ -62,7 +62,7 @@ class Inner:
         return found
 
     def apply(self, owner: Optimizer, results: list[BucketResult]) -> None:
-        """Take a step on the averages; gradients are what they were afterwards."""
+        """Take a step with the averages as gradients; afterwards ``.grad`` is what it was."""
         own = [(param, param.grad) for group in owner.param_groups for param in group["params"]]
         for param, _ in own:
             param.grad = None
@@ -78,7 +78,7 @@ class Inner:
     def _step(self, owner: Optimizer) -> None:
         begin = 0
         for number, (optimizer, count) in enumerate(zip(self._optimizers, self._counts, strict=True)):
-            # What is added later belongs to the last one.
+            # Groups that were added later belong to the last optimizer.
             end = len(owner.param_groups) if number == len(self._counts) - 1 else begin + count
             # Again each time: torch replaces both when a state is loaded.
             optimizer.param_groups, optimizer.state = owner.param_groups[begin:end], owner.state

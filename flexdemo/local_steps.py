@@ -24,7 +24,7 @@ __all__ = ["LocalSteps", "OuterOptimizer"]
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """How nodes move together after local steps: SGD on the averaged difference, as DiLoCo does (arXiv 2311.08105).
+    """SGD on the averaged differences of nodes after local steps, as in DiLoCo (arXiv 2311.08105).
 
     Args:
         lr: the learning rate; 1.0 without momentum is the plain average.

@@ -1,4 +1,4 @@
-"""Parameters: what this rank holds of each, what it is called, and whether its gradient is averaged in the node."""
+"""Parameters: their names, their local tensors and gradients, and checks that nodes can exchange them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def names_of(groups: list[Group]) -> list[list[str]]:
-    """Return what the parameters of each group are called: as the user named them, else by their number.
+    """Return the names of each group's parameters: those that the user gave, else their numbers.
 
     Numbers count through all groups, as torch's ``state_dict`` does.
     """
@@ -48,12 +48,12 @@ def names_of(groups: list[Group]) -> list[list[str]]:
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Return whether it is a shard of FSDP's, whose gradients are averaged inside the node before anyone sees them."""
+    """Return whether FSDP shards it, and so averages its gradient inside the node before an optimizer sees it."""
     return isinstance(param, DTensor | FlatParameter)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: the same memory, outside of autograd."""
+    """Return this rank's part of a tensor: the same memory, outside of autograd."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -70,7 +70,7 @@ def gradient_of(param: Tensor) -> Tensor:
 
 
 def wrapped_like(tensor: Tensor, param: Tensor) -> Tensor:
-    """Return a local tensor as what a gradient of ``param`` is."""
+    """Return a local tensor in the form of a gradient of ``param``: a DTensor, if ``param`` is one."""
     if not isinstance(param, DTensor):
         return tensor
     return DTensor.from_local(
@@ -102,9 +102,9 @@ def _check_shards(param: DTensor, name: str, topology: Topology) -> None:
 
 
 def broadcast_parameters_(tensors: Iterable[Tensor], world: World, *, are_shards: bool | None = None) -> None:
-    """Make every tensor what node 0 holds: each shard its counterpart there, anything else what the first rank has.
+    """Copy every shard from the same local rank of node 0, and every other tensor from its first rank.
 
-    ``are_shards`` says which of both they are, where they do not say it themselves.
+    ``are_shards`` overrules what the tensors' types say.
     """
     for tensor in tensors:
         here, is_shard = local(tensor), is_sharded(tensor) if are_shards is None else are_shards

@@ -114,9 +114,8 @@ class DistributedOptimizer(NodeOptimizer):
         self.defaults |= optimizers[-1].defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's own format. What is a node's own has a node axis; see docs/training.md."""
         initial = self._inner.initial_states(self)
-        # For this moment: a first step begins them as its optimizer wants them.
+        # Only while it is saved: at the first step the inner optimizer makes its own.
         self.state.update(initial)
         saved = super().state_dict()
         self.state.update({param: {} for param in initial})

@@ -45,17 +45,17 @@ __all__ = [
 _AXES = ("node", "local_rank")
 
 OtherNodes = Literal["error", "mean", "reset"]
-"""What to do with state of another number of nodes: refuse it, give every node the mean of all, or begin at zero."""
+"""For state of another number of nodes: refuse it, give every node the mean of all, or begin at zero."""
 
 
 class FromOtherNodes:
-    """Part of an optimizer whose state has a node axis, and can be taken over by another number of nodes."""
+    """A base of optimizers whose state has a node axis, so that another number of nodes can load it."""
 
     _other_nodes: OtherNodes = "error"
 
     @contextmanager
     def from_other_nodes(self, other_nodes: OtherNodes) -> Iterator[None]:
-        """Return a context in which ``load_state_dict`` does this by default: torch calls it without arguments."""
+        """Return a context that sets the default of ``load_state_dict``, which torch calls without arguments."""
         before, self._other_nodes = self._other_nodes, other_nodes
         try:
             yield
@@ -64,7 +64,7 @@ class FromOtherNodes:
 
 
 class Rows(NamedTuple):
-    """What was saved for a node, a row for each rank; if ``is_own``, the row of this rank alone."""
+    """The saved rows of a node, one for each rank; if ``is_own``, the row of this rank alone."""
 
     values: Tensor
     is_own: bool
@@ -93,11 +93,11 @@ class NodeAxis:
         return DTensor.from_local(row, self._mesh, (Shard(0), Shard(1)), run_check=False)
 
     def owner(self) -> Tensor:
-        """Return a stamp of this rank, by which state that was handed to another is found out."""
+        """Return this rank's number with a node axis, saved so that another rank's state is recognised."""
         return self.stacked(torch.tensor([self.topology.rank]), 1)
 
     def check_owner(self, owner: Tensor) -> None:
-        """Raise if a stamp is another rank's; all ranks' stamps together are nobody's."""
+        """Raise if the state is another rank's; a state of all ranks is fine."""
         if self.is_own(owner) and int(_here(owner)) != self.topology.rank:
             raise InvalidArgumentError(
                 f"this state was saved by rank {int(_here(owner))}, but this is rank {self.topology.rank}: "
@@ -106,7 +106,7 @@ class NodeAxis:
             )
 
     def rows_of(self, stacked: Tensor, name: str, other_nodes: OtherNodes) -> Rows:
-        """Return what was saved for this node: this rank's own row, or those of all ranks where they are given."""
+        """Return the rows that were saved for this node: this rank's own, or those of all ranks if they are there."""
         nodes, ranks, length = stacked.shape
         if self.is_own(stacked):
             return Rows(_here(stacked).view(1, length), is_own=True)
@@ -150,7 +150,7 @@ class NodeAxis:
 
 
 def is_stacked(tensor: Tensor) -> bool:
-    """Return whether a tensor has a node axis. Alone, a process has no mesh to tell: there it is by shape."""
+    """Return whether a tensor has a node axis. A single process has no mesh, so there the shape tells."""
     if isinstance(tensor, DTensor):
         return tensor.device_mesh.mesh_dim_names == _AXES
     return tensor.dim() == 3 and tuple(tensor.shape[:2]) == (1, 1)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["NodeState"]
 
 MOMENTUM, UNSENT, OWNER = "momentum", "unsent", "owner"
-"""Residuals of gradients, those of the way gone alone, and whose they are."""
+"""The keys of the residuals of gradients, of the residuals of local steps, and of the rank that saved them."""
 ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
-"""Where nodes were together last, how they moved then, and where this one is now."""
+"""The keys of the parameters and the velocity after the last outer step, and of this node's parameters now."""
 
 
 class NodeState:
@@ -43,7 +43,7 @@ class NodeState:
         self._lengths: dict[Parameter, int] = {}
 
     def measure(self) -> None:
-        """Plan what is kept of parameters that joined. The ranks of a node tell each other how much that is."""
+        """Find the residuals of all parameters. The ranks of a node exchange their lengths."""
         check_same_buckets(self._gradients.buckets, self._world)
         gradients, steps = self._gradients, self._local_steps
         exchanges: list[tuple[str, BucketExchange, Callable[[Bucket], CompressionSettings]]] = [
@@ -61,16 +61,16 @@ class NodeState:
                     self._entries.setdefault(param, {})[key] = entry
 
     def added_to(self, state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
-        """Return torch's state dict with all that is kept here in it."""
+        """Return torch's state dict with residuals and local steps in it."""
         for packed, group in zip(state_dict["param_groups"], groups, strict=True):
-            # By what it prints: what is loaded must not be able to run anything.
+            # Its repr, not the object: loading must not be able to run code.
             packed["compressor"] = repr(group["compressor"])
             for number, param in zip(packed["params"], group["params"], strict=True):
                 state_dict["state"][number] = self._saved(param, state_dict["state"].get(number, {}))
         return state_dict
 
     def taken_from(self, state_dict: dict[str, Any], groups: list[Group], other_nodes: OtherNodes) -> dict[str, Any]:
-        """Load all that is kept here, and return the rest for torch to load. Nothing changes if this raises."""
+        """Load residuals and local steps, and return the rest for torch to load. Nothing changes if this raises."""
         _check_groups(state_dict["param_groups"], groups)
         if not any(OWNER in kept for kept in state_dict["state"].values()) and self._entries:
             raise InvalidArgumentError(
@@ -84,7 +84,7 @@ class NodeState:
             for number, param in zip(packed["params"], group["params"], strict=True):
                 saved = dict(state_dict["state"].get(number, {}))
                 self._take_residuals(param, saved, other_nodes, states)
-                commits += self._take_places(param, saved, other_nodes)
+                commits += self._take_local_steps(param, saved, other_nodes)
                 rest["state"][number] = saved
         load_states(states)
         for commit in commits:
@@ -122,23 +122,24 @@ class NodeState:
         for key, entry in entries.items():
             entry.take(required(saved, key), self._axis, key, other_nodes, states)
 
-    def _take_places(
+    def _take_local_steps(
         self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
     ) -> list[Callable[[], object]]:
         steps = self._local_steps
         if steps is None or param not in steps.anchors or not saved:
             return []
         here, anchor = local(param), local(required(saved, ANCHOR))
-        # Nodes that begin anew stand where all were together last.
-        stood = required(saved, HERE)
-        stands = anchor if other_nodes == "reset" and not self._axis.is_own(stood) else None
-        if stands is None:
-            stands = self._axis.taken(stood, here.shape, HERE, other_nodes)
-        places = [(here, stands), (steps.anchors[param], anchor)]
+        saved_here = required(saved, HERE)
+        if other_nodes == "reset" and not self._axis.is_own(saved_here):
+            # New nodes start from the last outer step.
+            value = anchor
+        else:
+            value = self._axis.taken(saved_here, here.shape, HERE, other_nodes)
+        copies = [(here, value), (steps.anchors[param], anchor)]
         if param in steps.velocities:
-            places.append((steps.velocities[param], local(required(saved, VELOCITY))))
+            copies.append((steps.velocities[param], local(required(saved, VELOCITY))))
         take_state_(self._axis, saved, param, other_nodes)
-        return [partial(to.copy_, value) for to, value in places]
+        return [partial(target.copy_, loaded) for target, loaded in copies]
 
 
 def _check_groups(saved: list[dict[str, Any]], groups: list[Group]) -> None:

@@ -30,11 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["StateEntry", "States", "UnshardedTensor", "find_entries", "load_states"]
 
 States = dict["Residuals", dict[str, "Tensor"]]
-"""What is to be loaded into which residuals, by name."""
+"""States to load, by residuals and name."""
 
 
 class StateEntry(NamedTuple):
-    """Where a residual is kept, and the length of the longest on this node; without a shard, this rank has none."""
+    """The residual of one tensor on this rank; ``length`` is the longest on this node.
+
+    Without a shard this rank has none. Without ``unsharded`` it cannot be cut anew.
+    """
 
     residuals: Residuals
     shard: TensorShard | None
@@ -52,7 +55,7 @@ class StateEntry(NamedTuple):
         return axis.stacked(torch.zeros(self.shape, device=device), self.length)
 
     def take(self, saved: Tensor, axis: NodeAxis, name: str, other_nodes: OtherNodes, states: States) -> None:
-        """Add what was saved to what is to be loaded."""
+        """Add the saved residual, as this rank's part of it, to ``states``."""
         taken = self._taken(axis.rows_of(saved, name, other_nodes), axis, name)
         by_name = states.setdefault(self.residuals, {})
         if self.shard is not None:
@@ -77,7 +80,7 @@ class StateEntry(NamedTuple):
 def find_entries(
     bucket: Bucket, exchange: BucketExchange, tensors: Sequence[Tensor], settings: CompressionSettings
 ) -> list[StateEntry]:
-    """Return the entries of a bucket's tensors; none if nothing is remembered. All ranks of a node ask together."""
+    """Return the entries of a bucket's tensors; none without residuals. All ranks of a node call it together."""
     residuals = exchange.residuals_of(bucket)
     if residuals is None:
         return []
@@ -100,7 +103,7 @@ def load_states(states: States) -> None:
 
 
 class _Part(NamedTuple):
-    """What one rank has: elements of the flattened whole, or rows of it along the dim that is cut, and their plan."""
+    """One rank's part of a tensor, and its plan: elements of the flat tensor, or rows of the dim that is cut."""
 
     plan: TensorPlan
     begin: int
@@ -108,7 +111,7 @@ class _Part(NamedTuple):
 
 
 class UnshardedTensor(NamedTuple):
-    """A tensor as it is before the ranks of a node share it; ``dim`` is the one FSDP cuts, None if flexcomm does."""
+    """A tensor before it is cut among the ranks of a node: along ``dim`` by FSDP, or, if None, by flexcomm."""
 
     spec: TensorSpec
     compressor: Compressor
@@ -157,7 +160,7 @@ class UnshardedTensor(NamedTuple):
 
 
 def _find_unsharded(param: Tensor, name: str, like: Tensor, compressor: Compressor) -> UnshardedTensor | None:
-    """Return what a parameter is before it is shared; None if that cannot be told, as of a flat one."""
+    """Return a parameter as it is before it is cut; None if that cannot be known, as of a flat one."""
     spec = TensorSpec(name, tuple(param.shape), like.dtype)
     if isinstance(param, FlatParameter):
         return None
