@@ -6,12 +6,16 @@ one in "From promise to practice" (arXiv 2410.11998); docs/runtime-model.md list
 Example::
 
     from flexcomm import gossip
-    from flexdemo.runtime import AlphaBeta, Cluster, plan_workload, simulate_all_reduce, simulate_decentralized
+    from flexdemo.runtime import AlphaBeta, Cluster, Compression, plan_workload
+    from flexdemo.runtime import simulate_all_reduce, simulate_decentralized, simulate_flexdemo
 
     cluster = Cluster(nodes=64, links=AlphaBeta(bytes_per_s=1.25e9, latency_s=50e-6))
     workload = plan_workload(500_000_000, bucket_nbytes=25 << 20, forward_s=0.2, backward_s=0.4)
     simulate_all_reduce(cluster, workload).iteration_s
     simulate_decentralized(cluster, workload, gossip.one_peer_exponential(64)).iteration_s
+    simulate_flexdemo(cluster, workload, Compression(k=32, encode_s_per_element=3e-9)).iteration_s
+
+Impossible numbers, such as a negative time, raise ``flexcomm.InvalidArgumentError``.
 """
 
 from flexdemo.runtime.comparison import BreakEven, SpeedupFactors, explain_speedup, find_break_evens

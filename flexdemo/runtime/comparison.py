@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from flexcomm import InvalidArgumentError
 from flexdemo.runtime.schedules import AllReduceSchedule
 from flexdemo.runtime.simulation import HORIZON, Horizon, Updates, simulate_all_reduce, simulate_decentralized
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BreakEven", "SpeedupFactors", "explain_speedup", "find_break_evens"]
 
+_LOWEST_BYTES_PER_S, _HIGHEST_BYTES_PER_S = 1e5, 1e11
 _POINTS_PER_DECADE = 3
 _BISECTIONS = 12
 
@@ -35,44 +35,25 @@ def find_break_evens(
     method_s: Callable[[float], float],
     all_reduce_s: Callable[[float], float],
     *,
-    lowest_bytes_per_s: float = 1e5,
-    highest_bytes_per_s: float = 1e11,
     speedup: float = 1.0,
 ) -> tuple[BreakEven, ...]:
     """Return the rates, ascending, at which All-Reduce takes ``speedup`` times as long as a method.
 
-    Two such rates within a third of a decade may be missed.
+    Rates from 100 kB/s to 100 GB/s are searched; two of them within a third of a decade may be missed.
 
     Args:
         method_s: the method's seconds per iteration at a rate, in bytes per second between nodes.
         all_reduce_s: All-Reduce's seconds per iteration at a rate.
-        lowest_bytes_per_s: the rate at which the search begins.
-        highest_bytes_per_s: the rate at which the search ends.
         speedup: the ratio of the two times that is searched for.
 
-    Example::
-
-        def all_reduce_s(bytes_per_s):
-            return simulate_all_reduce(Cluster(8, AlphaBeta(bytes_per_s)), workload).iteration_s
-
-        def flexdemo_s(bytes_per_s):
-            compression = Compression(k=32, encode_s_per_element=3e-9)
-            return simulate_flexdemo(Cluster(8, AlphaBeta(bytes_per_s)), workload, compression).iteration_s
-
-        find_break_evens(flexdemo_s, all_reduce_s)
-
     """
-    if not 0 < lowest_bytes_per_s < highest_bytes_per_s:
-        raise InvalidArgumentError(
-            f"got rates from {lowest_bytes_per_s} to {highest_bytes_per_s}, needed 0 < lowest < highest."
-        )
 
     def is_faster(log_rate: float) -> bool:
         rate = math.exp(log_rate)
         return all_reduce_s(rate) > speedup * method_s(rate)
 
-    low, high = math.log(lowest_bytes_per_s), math.log(highest_bytes_per_s)
-    count = max(2, math.ceil((high - low) / math.log(10) * _POINTS_PER_DECADE))
+    low, high = math.log(_LOWEST_BYTES_PER_S), math.log(_HIGHEST_BYTES_PER_S)
+    count = math.ceil((high - low) / math.log(10) * _POINTS_PER_DECADE)
     grid = [low + (high - low) * number / count for number in range(count + 1)]
     faster = [is_faster(log_rate) for log_rate in grid]
     return tuple(
@@ -129,10 +110,6 @@ def explain_speedup(
         all_reduce_workload: that of All-Reduce, if its buckets are of another size.
         updates: see :func:`simulate_decentralized`.
         horizon: how many iterations are simulated.
-
-    Example::
-
-        explain_speedup(cluster, workload, flexcomm.gossip.ring(cluster.nodes)).links
 
     """
 

@@ -79,9 +79,6 @@ class AlphaBeta:
         intra_bytes_per_s: the rate inside a node; infinite by default.
         intra_latency_s: the latency inside a node.
 
-    Raises:
-        InvalidArgumentError: a rate is not positive, or a latency is negative.
-
     """
 
     bytes_per_s: float
@@ -117,9 +114,6 @@ class LinkTable:
         k: number of nodes that took part; for ``intra`` the ranks of a node, for ``edges`` the peers of a node.
         nbytes: the sizes that were measured, ascending, each that of a node.
         seconds: the time of each size.
-
-    Raises:
-        InvalidArgumentError: an unknown ``link``, sizes that do not ascend, or a time that is not positive and finite.
 
     """
 
@@ -163,9 +157,6 @@ def fit_alpha_beta(tables: tuple[LinkTable, ...]) -> AlphaBeta:
     """Return the alpha-beta model with the least squared relative error over ``tables``.
 
     It extrapolates measured times to other numbers of nodes and other rates; it never replaces a measured time.
-
-    Raises:
-        InvalidArgumentError: no table measures an exchange between nodes.
 
     """
     inter = [table for table in tables if table.link != "intra" and table.k > 1]

@@ -72,12 +72,7 @@ class PhasePlan:
 
 
 def plan_phase(phase: Phase, cluster: Cluster, workload: Workload) -> PhasePlan:
-    """Return the arrays and times of ``phase``.
-
-    Raises:
-        InvalidArgumentError: the phase names a node that does not exist, or one node in several groups.
-
-    """
+    """Return the arrays and times of ``phase``."""
     classes: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
     for group in phase.groups:
         classes[getattr(group, "link", "group"), len(group.members)].append(tuple(group.members))

@@ -86,14 +86,6 @@ def simulate_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon =
         workload: buckets and compute times.
         horizon: how many iterations are simulated.
 
-    Raises:
-        InvalidArgumentError: ``workload.slowness`` does not have one factor for each node.
-
-    Example::
-
-        workload = plan_workload(4 * 124_000_000, bucket_nbytes=25 << 20, forward_s=0.15, backward_s=0.3)
-        simulate_all_reduce(Cluster(8, AlphaBeta(bytes_per_s=125e6)), workload).iteration_s
-
     """
     tau_s = [_all_reduce_s(cluster, workload, size) for size in workload.bucket_nbytes]
     computed_s = workload.forward_s + np.cumsum(workload.backward_s)
@@ -128,15 +120,6 @@ def simulate_decentralized(
         schedule: one of ``flexcomm.gossip`` for as many nodes.
         updates: "backward" steps as the backward pass completes a bucket, "step" on all buckets after it.
         horizon: how many iterations are simulated.
-
-    Raises:
-        InvalidArgumentError: the schedule is for another number of nodes, or ``updates`` is unknown.
-
-    Example::
-
-        cluster = Cluster(8, AlphaBeta(bytes_per_s=125e6))
-        workload = plan_workload(4 * 124_000_000, bucket_nbytes=16 << 20, forward_s=0.15, backward_s=0.3)
-        simulate_decentralized(cluster, workload, flexcomm.gossip.ring(8)).iteration_s
 
     """
     if schedule.nodes != cluster.nodes:
@@ -215,9 +198,6 @@ class Compression:
         averaged_bits_per_coefficient: bits of an averaged coefficient in the second phase of ``two_phase``.
         element_nbytes: bytes of an element of the model.
 
-    Raises:
-        InvalidArgumentError: k is not between 1 and ``chunk * chunk``, a cost is negative, or a size is below 1.
-
     """
 
     k: int = 32
@@ -288,15 +268,6 @@ def simulate_flexdemo(
         overlap: encode a bucket as soon as its gradients are there, and exchange it during the backward pass. If
             False, all buckets are encoded after the backward pass, each exchanged while the next is encoded.
         horizon: how many iterations are simulated.
-
-    Raises:
-        InvalidArgumentError: ``workload.slowness`` does not have one factor for each node.
-
-    Example::
-
-        cluster = Cluster(8, AlphaBeta(bytes_per_s=125e6))
-        workload = plan_workload(4 * 124_000_000, bucket_nbytes=16 << 20, forward_s=0.15, backward_s=0.3)
-        simulate_flexdemo(cluster, workload, Compression(k=32, encode_s_per_element=3e-9)).iteration_s
 
     """
     buckets = [_plan_bucket(cluster, workload, compression, nbytes) for nbytes in workload.bucket_nbytes]

@@ -30,9 +30,6 @@ class Cluster:
         links: times of exchanges, such as ``AlphaBeta(bytes_per_s=1.25e9, latency_s=50e-6)``.
         ranks_per_node: ranks on each node; they share the node's network card and its work.
 
-    Raises:
-        InvalidArgumentError: there is no node, or no rank on a node.
-
     """
 
     nodes: int
@@ -74,9 +71,6 @@ class Workload:
             whole model, so that every exchange has intra-node legs.
 
     ``sigma``, ``slowness`` and ``straggler`` apply to the forward and the backward pass, not to the optimizer.
-
-    Raises:
-        InvalidArgumentError: the tuples differ in length or are empty, or a number is negative.
 
     """
 
@@ -182,13 +176,6 @@ def plan_workload(
         slowness: each node's factor on its compute time.
         straggler: occasional delays of single nodes.
         sharded: the model is sharded inside a node by FSDP.
-
-    Raises:
-        InvalidArgumentError: a size is below 1, or another number is negative.
-
-    Example::
-
-        plan_workload(4 * 124_000_000, bucket_nbytes=16 << 20, forward_s=0.15, backward_s=0.3, sigma=0.05)
 
     """
     check_at_least("nbytes", nbytes, 1)

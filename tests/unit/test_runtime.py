@@ -475,13 +475,17 @@ def test_each_factor_is_one_where_its_cause_is_absent() -> None:
 def test_break_even_is_where_both_take_the_same_time() -> None:
     packed = Compression(encode_s_per_element=1 / 1024)  # half a second of encoding
 
+    def cluster(rate: float) -> Cluster:
+        # These buckets are small: a byte stands for 100 kB.
+        return Cluster(4, AlphaBeta(rate / 1e5))
+
     def all_reduce_s(rate: float) -> float:
-        return simulate_all_reduce(Cluster(4, AlphaBeta(rate)), load(), SHORT).iteration_s
+        return simulate_all_reduce(cluster(rate), load(), SHORT).iteration_s
 
     def flexdemo_s(rate: float) -> float:
-        return simulate_flexdemo(Cluster(4, AlphaBeta(rate)), load(), packed, horizon=SHORT).iteration_s
+        return simulate_flexdemo(cluster(rate), load(), packed, horizon=SHORT).iteration_s
 
-    (found,) = find_break_evens(flexdemo_s, all_reduce_s, lowest_bytes_per_s=1.0, highest_bytes_per_s=1e6)
+    (found,) = find_break_evens(flexdemo_s, all_reduce_s)
     assert found.faster_side == "below"
     assert flexdemo_s(found.bytes_per_s) == pytest.approx(all_reduce_s(found.bytes_per_s), rel=1e-3)  # 12 bisections
     assert flexdemo_s(found.bytes_per_s / 2) < all_reduce_s(found.bytes_per_s / 2)
@@ -529,8 +533,6 @@ def test_what_does_not_fit_the_cluster_is_an_error() -> None:
         Horizon(5, 10)
     with pytest.raises(InvalidArgumentError, match="probability"):
         Straggler(1.5)
-    with pytest.raises(InvalidArgumentError, match="needed 0 < lowest < highest"):
-        find_break_evens(lambda _: 1.0, lambda _: 1.0, lowest_bytes_per_s=2.0, highest_bytes_per_s=1.0)
 
 
 def test_the_mean_is_over_whole_periods() -> None:
