@@ -1,4 +1,4 @@
-"""Lots hold every wanted parameter once, last ones first, and never mix what cannot travel together."""
+"""Buckets hold every wanted parameter once, last ones first, and never mix what cannot travel together."""
 
 from __future__ import annotations
 
