@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 
@@ -69,7 +69,7 @@ class FlexDeMo(NodeOptimizer):
 
     """
 
-    _rules = {  # noqa: RUF012  (declared in the base)
+    _rules: ClassVar = {
         "lr": AT_LEAST_0,
         "decay": FROM_0_TO_1,
         "weight_decay": AT_LEAST_0,

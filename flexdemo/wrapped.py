@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim import AdamW, Optimizer
 
@@ -62,7 +62,7 @@ class DistributedOptimizer(NodeOptimizer):
     """
 
     # "residual_", because torch's optimizers may mean something else by decay and alpha.
-    _rules = {  # noqa: RUF012  (declared in the base)
+    _rules: ClassVar = {
         "lr": AT_LEAST_0,
         "weight_decay": AT_LEAST_0,
         "residual_decay": FROM_0_TO_1,

@@ -20,11 +20,11 @@ Impossible numbers, such as a negative time, raise ``flexcomm.InvalidArgumentErr
 
 from flexdemo.runtime.comparison import BreakEven, SpeedupFactors, explain_speedup, find_break_evens
 from flexdemo.runtime.links import AlphaBeta, Links, LinkTable, MeasuredLinks, fit_alpha_beta
-from flexdemo.runtime.schedules import AllReduceSchedule, Schedule
 from flexdemo.runtime.simulation import (
     Algorithm,
-    Compression,
+    AllReduceSchedule,
     Horizon,
+    Schedule,
     Timing,
     Updates,
     choose_algorithm,
@@ -33,7 +33,7 @@ from flexdemo.runtime.simulation import (
     simulate_decentralized,
     simulate_flexdemo,
 )
-from flexdemo.runtime.workload import Cluster, Straggler, Workload, plan_workload
+from flexdemo.runtime.workload import Cluster, Compression, Straggler, Workload, plan_workload
 
 __all__ = [
     "Algorithm",

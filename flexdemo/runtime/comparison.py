@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from flexdemo.runtime.schedules import AllReduceSchedule
-from flexdemo.runtime.simulation import HORIZON, Horizon, Updates, simulate_all_reduce, simulate_decentralized
+from flexdemo.runtime.simulation import (
+    HORIZON,
+    AllReduceSchedule,
+    Horizon,
+    Schedule,
+    Updates,
+    simulate_all_reduce,
+    simulate_decentralized,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flexdemo.runtime.schedules import Schedule
     from flexdemo.runtime.workload import Cluster, Workload
 
 __all__ = ["BreakEven", "SpeedupFactors", "explain_speedup", "find_break_evens"]

@@ -7,14 +7,15 @@ formulas. Times are seconds since the start of training.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
 from flexcomm import InvalidArgumentError
-from flexdemo.runtime.links import check_at_least, check_between, crossings
-from flexdemo.runtime.schedules import plan_phase
+from flexcomm.gossip import Group, Phase
+from flexdemo.runtime.links import check_at_least, crossings
 from flexdemo.runtime.workload import intra_legs_s
 
 if TYPE_CHECKING:
@@ -22,17 +23,18 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from flexdemo.runtime.schedules import PhasePlan, Schedule
-    from flexdemo.runtime.workload import Cluster, Workload
+    from flexdemo.runtime.workload import Cluster, Compression, Workload
 
 __all__ = [
     "HORIZON",
     "Algorithm",
-    "Compression",
+    "AllReduceSchedule",
     "Horizon",
+    "Schedule",
     "Timing",
     "Updates",
     "choose_algorithm",
+    "plan_phase",
     "sent_nbytes",
     "simulate_all_reduce",
     "simulate_decentralized",
@@ -76,6 +78,38 @@ class Timing:
         begin = len(self.finished_s) - count
         began_s = self.finished_s[begin - 1] if begin else 0.0
         return (self.finished_s[-1] - began_s) / count
+
+
+class Schedule(Protocol):
+    """A phase for every step, as those of ``flexcomm.gossip``; ``period`` is None if phases never repeat.
+
+    A group may name the type of its exchange in an attribute ``link``; the default is ``group``.
+    """
+
+    @property
+    def nodes(self) -> int: ...
+
+    @property
+    def period(self) -> int | None: ...
+
+    def phase(self, step: int) -> Phase: ...
+
+
+class AllReduceGroup(Group):
+    """A group that all-reduces, instead of averaging in the way that is fastest for its size."""
+
+    link = "all-reduce"
+
+
+@dataclass(frozen=True)
+class AllReduceSchedule:
+    """All nodes all-reduce in every step: All-Reduce's traffic with the overlap of decentralized training."""
+
+    nodes: int
+    period: int = 1
+
+    def phase(self, step: int) -> Phase:  # noqa: ARG002  (the name is the protocol's)
+        return Phase((AllReduceGroup(tuple(range(self.nodes))),))
 
 
 def simulate_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon = HORIZON) -> Timing:
@@ -145,19 +179,6 @@ def simulate_decentralized(
     return Timing(tuple(finished), horizon.warmup, schedule.period or 1)
 
 
-def _plan_phases(cluster: Cluster, workload: Workload, schedule: Schedule, iterations: int) -> Iterator[PhasePlan]:
-    """Yield the plan of every iteration; phases that repeat are planned once."""
-    known: dict[int, PhasePlan] = {}
-    for iteration in range(iterations):
-        if schedule.period is None:
-            yield plan_phase(schedule.phase(iteration), cluster, workload)
-            continue
-        place = iteration % schedule.period
-        if place not in known:
-            known[place] = plan_phase(schedule.phase(place), cluster, workload)
-        yield known[place]
-
-
 class _NodeTimes:
     """Times at which each node ends its work (u_i), its last exchange (q_i), and that of each bucket (fin_{i,b})."""
 
@@ -184,68 +205,94 @@ class _NodeTimes:
         self.link_free_s = np.maximum(self.link_free_s, end_s)
 
 
+# Schedules as index arrays: each phase is converted once, and used in every iteration.
+
+
+def _plan_phases(cluster: Cluster, workload: Workload, schedule: Schedule, iterations: int) -> Iterator[PhasePlan]:
+    """Yield the plan of every iteration; phases that repeat are planned once."""
+    known: dict[int, PhasePlan] = {}
+    for iteration in range(iterations):
+        if schedule.period is None:
+            yield plan_phase(schedule.phase(iteration), cluster, workload)
+            continue
+        place = iteration % schedule.period
+        if place not in known:
+            known[place] = plan_phase(schedule.phase(place), cluster, workload)
+        yield known[place]
+
+
 @dataclass(frozen=True)
-class Compression:
-    """Sizes and costs of ``flexcomm.demo(k, chunk)``. Every node sends ``k`` of each ``chunk * chunk`` coefficients.
+class PhasePlan:
+    """A phase as arrays, with the seconds of its exchanges for each bucket b.
 
-    Args:
-        k: coefficients sent of each chunk.
-        chunk: side of a chunk.
-        bits_per_coefficient: bits of a sent coefficient, with its index and its share of the headers.
-        encode_s_per_element: seconds to encode, per element of a rank's shard.
-        decode_s_per_element: seconds to decode, per element of a rank's shard.
-        decode_s_per_coefficient: seconds to decode, per coefficient received from any node.
-        averaged_bits_per_coefficient: bits of an averaged coefficient in the second phase of ``two_phase``.
-        element_nbytes: bytes of an element of the model.
-
+    Groups of one link and size form a class c: ``groups[c]`` is ``[groups, k]`` and ``group_s[b][c]`` their seconds.
+    ``sources`` and ``targets`` are the ends of the edges, ``edge_nodes`` the nodes that have any, ``edge_s[b]`` their
+    seconds. ``idle`` nodes exchange nothing with others; ``idle_s[b]`` are the seconds of their intra-node legs.
     """
 
-    k: int = 32
-    chunk: int = 64
-    bits_per_coefficient: float = 25.0
-    encode_s_per_element: float = 0.0
-    decode_s_per_element: float = 0.0
-    decode_s_per_coefficient: float = 0.0
-    averaged_bits_per_coefficient: float = 41.0
-    element_nbytes: int = 4
-
-    def __post_init__(self) -> None:
-        check_between("k", self.k, 1, self.chunk * self.chunk)
-        for name in ("encode_s_per_element", "decode_s_per_element", "decode_s_per_coefficient"):
-            check_at_least(name, getattr(self, name), 0.0)
-        for name in ("bits_per_coefficient", "averaged_bits_per_coefficient", "element_nbytes"):
-            check_at_least(name, getattr(self, name), 1)
-
-    def coefficients(self, nbytes: float) -> float:
-        """Return the number of coefficients that a node sends of a bucket of ``nbytes``."""
-        return nbytes / self.element_nbytes * self.k / self.chunk**2
-
-    def payload_nbytes(self, nbytes: float) -> float:
-        """Return the bytes of a node's payload for a bucket of ``nbytes``."""
-        return self.coefficients(nbytes) * self.bits_per_coefficient / 8
-
-    def averages_nbytes(self, nbytes: float, nodes: int) -> float:
-        """Return the bytes of all averaged coefficients; nodes rarely select the same ones."""
-        return min(nodes * self.coefficients(nbytes) * self.averaged_bits_per_coefficient / 8, nbytes)
+    groups: tuple[NDArray[np.intp], ...]
+    group_s: tuple[tuple[float, ...], ...]
+    sources: NDArray[np.intp]
+    targets: NDArray[np.intp]
+    edge_nodes: NDArray[np.intp]
+    edge_s: tuple[NDArray[np.float64], ...]
+    idle: NDArray[np.intp]
+    idle_s: tuple[float, ...]
 
 
-def choose_algorithm(nodes: int, compression: Compression, nbytes: float) -> Algorithm:
-    """Return the inter-node algorithm in which a node sends the fewest bytes, as flexcomm's ``auto`` does.
+def plan_phase(phase: Phase, cluster: Cluster, workload: Workload) -> PhasePlan:
+    """Return the arrays and times of ``phase``."""
+    classes: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
+    for group in phase.groups:
+        classes[getattr(group, "link", "group"), len(group.members)].append(tuple(group.members))
+    groups = tuple(np.array(members, dtype=np.intp) for members in classes.values())
+    sources = np.array([edge.source for edge in phase.edges], dtype=np.intp)
+    targets = np.array([edge.target for edge in phase.edges], dtype=np.intp)
+    _check_nodes(groups, sources, targets, cluster.nodes)
+    peers = np.maximum(*(np.bincount(ends, minlength=cluster.nodes) for ends in (sources, targets)))
+    edge_nodes = np.flatnonzero(peers)
+    busy = np.zeros(cluster.nodes, dtype=bool)
+    for members in (*groups, edge_nodes):
+        busy[members] = True
+    legs_s = tuple(intra_legs_s(cluster, workload, size) for size in workload.bucket_nbytes)
+    sizes = list(zip(workload.bucket_nbytes, legs_s, strict=True))
+    tau = cluster.links.tau
+    return PhasePlan(
+        groups=groups,
+        group_s=tuple(tuple(leg_s + tau(link, k, size) for link, k in classes) for size, leg_s in sizes),
+        sources=sources,
+        targets=targets,
+        edge_nodes=edge_nodes,
+        edge_s=tuple(leg_s + _edges_s(peers[edge_nodes], cluster, size) for size, leg_s in sizes),
+        idle=np.flatnonzero(~busy),
+        idle_s=legs_s,
+    )
 
-    The bytes of ``gather`` grow with the number of nodes; among many, ``two_phase`` or ``dense`` sends less.
-    """
-    sent: dict[Algorithm, float] = {one: sent_nbytes(one, nodes, compression, nbytes) for one in get_args(Algorithm)}
-    return min(sent, key=lambda algorithm: sent[algorithm])
+
+def _edges_s(peers: NDArray[np.intp], cluster: Cluster, nbytes: int) -> NDArray[np.float64]:
+    counts, place = np.unique(peers, return_inverse=True)
+    seconds = np.array([cluster.links.tau("edges", int(count), nbytes) for count in counts], dtype=np.float64)
+    return seconds[place]
 
 
-def sent_nbytes(algorithm: Algorithm, nodes: int, compression: Compression, nbytes: float) -> float:
-    """Return the bytes that a node sends to other nodes for a bucket of ``nbytes``."""
-    if algorithm == "dense":
-        return crossings("all-reduce", nodes) * nbytes
-    payload = compression.payload_nbytes(nbytes)
-    if algorithm == "gather":
-        return crossings("gather", nodes) * payload
-    return crossings("gather", nodes) / nodes * (payload + compression.averages_nbytes(nbytes, nodes))
+def _check_nodes(
+    groups: tuple[NDArray[np.intp], ...], sources: NDArray[np.intp], targets: NDArray[np.intp], nodes: int
+) -> None:
+    in_groups = np.concatenate([*(members.ravel() for members in groups), np.array([], dtype=np.intp)])
+    named = np.concatenate([in_groups, sources, targets])
+    unknown = named[(named < 0) | (named >= nodes)]
+    if unknown.size:
+        raise InvalidArgumentError(
+            f"a phase names node {int(unknown[0])}, but there are {nodes} nodes, numbered from 0."
+        )
+    counts = np.bincount(in_groups)
+    if counts.size and counts.max() > 1:
+        raise InvalidArgumentError(
+            f"node {int(counts.argmax())} is in {int(counts.max())} groups of a phase, needed one or none."
+        )
+
+
+# FlexDeMo
 
 
 def simulate_flexdemo(
@@ -285,6 +332,25 @@ def simulate_flexdemo(
         ready_s = now_s
         finished.append(float(ready_s.max()))
     return Timing(tuple(finished), horizon.warmup)
+
+
+def choose_algorithm(nodes: int, compression: Compression, nbytes: float) -> Algorithm:
+    """Return the inter-node algorithm in which a node sends the fewest bytes, as flexcomm's ``auto`` does.
+
+    The bytes of ``gather`` grow with the number of nodes; among many, ``two_phase`` or ``dense`` sends less.
+    """
+    sent: dict[Algorithm, float] = {one: sent_nbytes(one, nodes, compression, nbytes) for one in get_args(Algorithm)}
+    return min(sent, key=lambda algorithm: sent[algorithm])
+
+
+def sent_nbytes(algorithm: Algorithm, nodes: int, compression: Compression, nbytes: float) -> float:
+    """Return the bytes that a node sends to other nodes for a bucket of ``nbytes``."""
+    if algorithm == "dense":
+        return crossings("all-reduce", nodes) * nbytes
+    payload = compression.payload_nbytes(nbytes)
+    if algorithm == "gather":
+        return crossings("gather", nodes) * payload
+    return crossings("gather", nodes) / nodes * (payload + compression.averages_nbytes(nbytes, nodes))
 
 
 class _BucketTimes(NamedTuple):

@@ -1,4 +1,4 @@
-"""Cluster and workload: nodes and their links; buckets, compute times, and how these times vary."""
+"""The inputs of a simulation: the cluster, the workload with its varying compute times, and costs of compression."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from flexdemo.runtime.links import Links
 
-__all__ = ["Cluster", "Straggler", "Workload", "intra_legs_s", "plan_workload"]
+__all__ = ["Cluster", "Compression", "Straggler", "Workload", "intra_legs_s", "plan_workload"]
 
 
 @dataclass(frozen=True)
@@ -192,3 +192,48 @@ def plan_workload(
         straggler=straggler,
         sharded=sharded,
     )
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Sizes and costs of ``flexcomm.demo(k, chunk)``. Every node sends ``k`` of each ``chunk * chunk`` coefficients.
+
+    Args:
+        k: coefficients sent of each chunk.
+        chunk: side of a chunk.
+        bits_per_coefficient: bits of a sent coefficient, with its index and its share of the headers.
+        encode_s_per_element: seconds to encode, per element of a rank's shard.
+        decode_s_per_element: seconds to decode, per element of a rank's shard.
+        decode_s_per_coefficient: seconds to decode, per coefficient received from any node.
+        averaged_bits_per_coefficient: bits of an averaged coefficient in the second phase of ``two_phase``.
+        element_nbytes: bytes of an element of the model.
+
+    """
+
+    k: int = 32
+    chunk: int = 64
+    bits_per_coefficient: float = 25.0
+    encode_s_per_element: float = 0.0
+    decode_s_per_element: float = 0.0
+    decode_s_per_coefficient: float = 0.0
+    averaged_bits_per_coefficient: float = 41.0
+    element_nbytes: int = 4
+
+    def __post_init__(self) -> None:
+        check_between("k", self.k, 1, self.chunk * self.chunk)
+        for name in ("encode_s_per_element", "decode_s_per_element", "decode_s_per_coefficient"):
+            check_at_least(name, getattr(self, name), 0.0)
+        for name in ("bits_per_coefficient", "averaged_bits_per_coefficient", "element_nbytes"):
+            check_at_least(name, getattr(self, name), 1)
+
+    def coefficients(self, nbytes: float) -> float:
+        """Return the number of coefficients that a node sends of a bucket of ``nbytes``."""
+        return nbytes / self.element_nbytes * self.k / self.chunk**2
+
+    def payload_nbytes(self, nbytes: float) -> float:
+        """Return the bytes of a node's payload for a bucket of ``nbytes``."""
+        return self.coefficients(nbytes) * self.bits_per_coefficient / 8
+
+    def averages_nbytes(self, nbytes: float, nodes: int) -> float:
+        """Return the bytes of all averaged coefficients; nodes rarely select the same ones."""
+        return min(nodes * self.coefficients(nbytes) * self.averaged_bits_per_coefficient / 8, nbytes)

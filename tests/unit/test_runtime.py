@@ -29,7 +29,7 @@ from flexdemo.runtime import (
     simulate_decentralized,
     simulate_flexdemo,
 )
-from flexdemo.runtime.schedules import plan_phase
+from flexdemo.runtime.simulation import plan_phase
 from flexdemo.runtime.workload import intra_legs_s
 from tests.unit.closed_forms import (
     all_reduce_seconds,
