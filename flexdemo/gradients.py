@@ -44,7 +44,7 @@ from flexdemo.parameters import gradient_of, is_sharded, local, names_of
 from flexdemo.torch_private import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -62,8 +62,8 @@ __all__ = [
     "GradientExchange",
     "ReadyBuckets",
     "check_same_buckets",
-    "choose_algorithm",
     "plan_buckets",
+    "spec_of",
 ]
 
 
@@ -110,7 +110,7 @@ def plan_buckets(groups: list[Group], bucket_bytes: int, wanted: Callable[[Param
                 alike.setdefault((number, _is_averaged(param, group), param.device), []).append((param, name))
     buckets = []
     for (number, averaged, _), named in alike.items():
-        for members in fill_buckets([_spec_of(local(param), name) for param, name in named], bucket_bytes):
+        for members in fill_buckets([spec_of(local(param), name) for param, name in named], bucket_bytes):
             params, named_as = zip(*(named[member] for member in members), strict=True)
             buckets.append(Bucket(number, averaged, params, named_as))
     return buckets
@@ -121,7 +121,7 @@ def _is_averaged(param: Parameter, group: Group) -> bool:
     return is_sharded(param) if told is None else told
 
 
-def _spec_of(tensor: Tensor, name: str) -> TensorSpec:
+def spec_of(tensor: Tensor, name: str) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
 
 
@@ -366,9 +366,9 @@ class BucketExchange:
         key = _alike(bucket, compressor)
         if key not in self._algorithms:
             alike = [other for other in self.buckets if _alike(other, compressor) == key]
-            tensors = [local(param) for other in alike for param in other.params]
-            names = [name for other in alike for name in other.names]
-            self._algorithms[key] = choose_algorithm(tensors, names, compressor, self.world)
+            specs = [spec_of(local(x), name) for one in alike for x, name in zip(one.params, one.names, strict=True)]
+            (chosen,) = choose_algorithms(specs, compressor, self.world.inter.size).values()
+            self._algorithms[key] = chosen.algorithm
         return self._algorithms[key]
 
     def _plan_for(
@@ -413,15 +413,6 @@ class BucketExchange:
 def _alike(bucket: Bucket, compressor: Compressor) -> Hashable:
     first = bucket.params[0]
     return compressor, bucket.group, bucket.averaged, first.dtype, first.device
-
-
-def choose_algorithm(
-    tensors: Sequence[Tensor], names: Sequence[str], compressor: Compressor, world: World
-) -> AlgorithmOption:
-    """Return the algorithm for all tensors of one dtype, however they are put into buckets."""
-    specs = [_spec_of(x, name) for x, name in zip(tensors, names, strict=True)]
-    (chosen,) = choose_algorithms(specs, compressor, world.inter.size).values()
-    return chosen.algorithm
 
 
 def _wait(handle: SyncHandle[list[Tensor]]) -> FlexcommError | None:

@@ -98,9 +98,9 @@ class NodeAxis:
 
     def check_owner(self, owner: Tensor) -> None:
         """Raise if the state is another rank's; a state of all ranks is fine."""
-        if self.is_own(owner) and int(_here(owner)) != self.topology.rank:
+        if self.is_own(owner) and int(local(owner)) != self.topology.rank:
             raise InvalidArgumentError(
-                f"this state was saved by rank {int(_here(owner))}, but this is rank {self.topology.rank}: "
+                f"this state was saved by rank {int(local(owner))}, but this is rank {self.topology.rank}: "
                 f"momenta differ from node to node. Save and load on every rank, each its own file, or save by "
                 f"torch.distributed.checkpoint, which keeps them apart."
             )
@@ -109,7 +109,7 @@ class NodeAxis:
         """Return the rows that were saved for this node: this rank's own, or those of all ranks if they are there."""
         nodes, ranks, length = stacked.shape
         if self.is_own(stacked):
-            return Rows(_here(stacked).view(1, length), is_own=True)
+            return Rows(local(stacked).view(1, length), is_own=True)
         if isinstance(stacked, DTensor):
             raise InvalidArgumentError(
                 f"the saved {name} is of {nodes} x {ranks} ranks, of which only one row is here: load by "
@@ -146,7 +146,7 @@ class NodeAxis:
 
     def is_own(self, stacked: Tensor) -> bool:
         """Return whether this is a row as this rank saves it, of as many nodes and ranks."""
-        return tuple(_here(stacked).shape[:2]) == (1, 1) and tuple(stacked.shape[:2]) == (self._nodes, self._ranks)
+        return tuple(local(stacked).shape[:2]) == (1, 1) and tuple(stacked.shape[:2]) == (self._nodes, self._ranks)
 
 
 def is_stacked(tensor: Tensor) -> bool:
@@ -154,11 +154,6 @@ def is_stacked(tensor: Tensor) -> bool:
     if isinstance(tensor, DTensor):
         return tensor.device_mesh.mesh_dim_names == _AXES
     return tensor.dim() == 3 and tuple(tensor.shape[:2]) == (1, 1)
-
-
-def _here(stacked: Tensor) -> Tensor:
-    with torch.no_grad():
-        return stacked.to_local() if isinstance(stacked, DTensor) else stacked
 
 
 def longest_on_node(lengths: Iterable[int], world: World) -> list[int]:
@@ -171,7 +166,7 @@ def longest_on_node(lengths: Iterable[int], world: World) -> list[int]:
 # State dicts
 
 _SCALAR = " (one)"
-"""Marks a number of a node's own among tensors."""
+"""Ends the key of a tensor without dims, such as a step count, which is saved as a row of one element."""
 
 
 def stacked_state(axis: NodeAxis, state: dict[str, Any], length: int) -> dict[str, Any]:
@@ -188,7 +183,7 @@ def stacked_state(axis: NodeAxis, state: dict[str, Any], length: int) -> dict[st
 
 
 def take_state_(axis: NodeAxis, saved: dict[str, Any], param: Parameter, other_nodes: OtherNodes) -> None:
-    """Replace what :func:`stacked_state` made by what this rank's optimizer goes on with."""
+    """Replace tensors that :func:`stacked_state` made by this rank's own."""
     shape = local(param).shape
     for key in [key for key, value in saved.items() if isinstance(value, Tensor)]:
         value = saved.pop(key)
@@ -199,7 +194,7 @@ def take_state_(axis: NodeAxis, saved: dict[str, Any], param: Parameter, other_n
 
 
 def required(saved: dict[str, Any], key: str) -> Tensor:
-    """Take a tensor out of what was saved for a parameter."""
+    """Remove a tensor from a parameter's saved state and return it; raise if it is not there."""
     if key not in saved:
         raise InvalidArgumentError(
             f"the state to be loaded has no {key}, but {', '.join(map(str, saved)) or 'nothing'}: it was saved by "
@@ -210,7 +205,7 @@ def required(saved: dict[str, Any], key: str) -> Tensor:
 
 
 def check_sizes(saved: list[dict[str, Any]], groups: list[Group]) -> None:
-    """Raise unless what was saved has as many groups, of as many parameters."""
+    """Raise unless the saved state has as many groups, of as many parameters."""
     sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes[0] != sizes[1]:
         raise InvalidArgumentError(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexcomm import FlexcommError, InvalidArgumentError, TransportError, default_world
+from flexcomm import FlexcommError, InvalidArgumentError, TransportError, choose_algorithms, default_world
 from flexdemo.checkpoint.node_axis import NodeAxis
 from flexdemo.checkpoint.residuals import find_entries, load_states
-from flexdemo.gradients import BucketExchange, CompressionSettings, choose_algorithm
+from flexdemo.gradients import BucketExchange, CompressionSettings, spec_of
 from flexdemo.torch_private import queue_callback
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from flexcomm import AlgorithmOption, Average, Compressor, NonFinitePolicy, World
+    from flexcomm import AlgorithmOption, Average, Compressor, NonFinitePolicy, TensorSpec, World
     from flexdemo.checkpoint.node_axis import OtherNodes
     from flexdemo.checkpoint.residuals import StateEntry, States
     from flexdemo.gradients import Bucket
@@ -80,15 +80,13 @@ class HookHandle:
 
         One algorithm is chosen for all tensors of a dtype, so that results do not depend on how they are bucketed.
         """
-        by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        specs: list[TensorSpec] = []
         for bucket, tensors in buckets:
             entries = find_entries(bucket, self.exchange, tensors, self.settings)
             self._entries |= {name: (entry, x) for name, entry, x in zip(bucket.names, entries, tensors, strict=True)}
-            for name, x in zip(bucket.names, tensors, strict=True):
-                by_dtype.setdefault(x.dtype, []).append((name, x))
-        for dtype, named in by_dtype.items():
-            names, tensors = zip(*named, strict=True)
-            self._algorithms[dtype] = choose_algorithm(tensors, names, self.settings.compressor, self.world)
+            specs += map(spec_of, tensors, bucket.names)
+        chosen = choose_algorithms(specs, self.settings.compressor, self.world.inter.size)
+        self._algorithms |= {dtype: one.algorithm for dtype, one in chosen.items()}
 
     def has_planned(self, names: Iterable[str]) -> bool:
         """Return whether the residuals of all these tensors are planned."""
