@@ -50,8 +50,8 @@ class OuterOptimizer:
 class LocalSteps:
     """The parameters all nodes had after the last outer step (``anchors``), and the next outer step.
 
-    The difference of each node from them is compressed and averaged, what is not sent of it is kept for the next time,
-    and all nodes move from the anchors by the average, to the same bits.
+    The difference of each node from them is compressed and averaged, and all nodes move from the anchors by the
+    average, to the same bits. What was not sent is added to the next difference.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LocalSteps:
         self._groups, self._outer, self._bucket_bytes = groups, outer, bucket_bytes
 
     def refresh(self) -> None:
-        """Take in parameters that were not trained before: they are alike on all nodes."""
+        """Add parameters that were not trained before, which are equal on all nodes, and plan buckets anew."""
         for group in self._groups:
             for param in group["params"]:
                 if param.requires_grad and param not in self.anchors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -34,7 +33,7 @@ ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
 
 
 class NodeState:
-    """The residuals, anchors and moments of an optimizer's parameters."""
+    """The part of an optimizer's state that differs from node to node: residuals, and parameters in local steps."""
 
     def __init__(self, world: World, gradients: GradientExchange, local_steps: LocalSteps | None) -> None:
         self._world, self._gradients, self._local_steps = world, gradients, local_steps
@@ -55,9 +54,8 @@ class NodeState:
             for bucket in exchange.buckets:
                 here = [local(param) for param in bucket.params]
                 self._lengths |= zip(bucket.params, longest_on_node(map(Tensor.numel, here), self._world), strict=True)
-                for param, entry in zip(
-                    bucket.params, find_entries(bucket, exchange, here, settings_of(bucket)), strict=False
-                ):
+                entries = find_entries(bucket, exchange, here, settings_of(bucket))
+                for param, entry in zip(bucket.params, entries, strict=False):
                     self._entries.setdefault(param, {})[key] = entry
 
     def added_to(self, state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
@@ -77,18 +75,18 @@ class NodeState:
                 "the state to be loaded holds no residuals at all: it was saved by another optimizer."
             )
         rest: dict[str, Any] = {"state": {}, "param_groups": []}
-        commits: list[Callable[[], object]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         states: States = {}
         for packed, group in zip(state_dict["param_groups"], groups, strict=True):
             rest["param_groups"].append({**packed, "compressor": group["compressor"]})
             for number, param in zip(packed["params"], group["params"], strict=True):
                 saved = dict(state_dict["state"].get(number, {}))
                 self._take_residuals(param, saved, other_nodes, states)
-                commits += self._take_local_steps(param, saved, other_nodes)
+                copies += self._take_local_steps(param, saved, other_nodes)
                 rest["state"][number] = saved
         load_states(states)
-        for commit in commits:
-            commit()
+        for target, value in copies:
+            target.copy_(value)
         return rest
 
     def _saved(self, param: Parameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -106,13 +104,8 @@ class NodeState:
             saved[VELOCITY] = wrapped_like(self._local_steps.velocities[param], param)
         return {**stacked_state(axis, state, length), **saved}
 
-    def _take_residuals(
-        self,
-        param: Parameter,
-        saved: dict[str, Any],
-        other_nodes: OtherNodes,
-        states: States,
-    ) -> None:
+    def _take_residuals(self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes, states: States) -> None:
+        """Add the residuals that were saved for ``param`` to ``states``."""
         entries = self._entries.get(param, {})
         if not saved:
             # Frozen when it was saved: it begins anew.
@@ -124,7 +117,8 @@ class NodeState:
 
     def _take_local_steps(
         self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
-    ) -> list[Callable[[], object]]:
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors to load for ``param``, each with its saved value."""
         steps = self._local_steps
         if steps is None or param not in steps.anchors or not saved:
             return []
@@ -139,7 +133,7 @@ class NodeState:
         if param in steps.velocities:
             copies.append((steps.velocities[param], local(required(saved, VELOCITY))))
         take_state_(self._axis, saved, param, other_nodes)
-        return [partial(target.copy_, loaded) for target, loaded in copies]
+        return copies
 
 
 def _check_groups(saved: list[dict[str, Any]], groups: list[Group]) -> None:
