@@ -86,7 +86,6 @@ ALLOWED = {
     "is_under_way": "not finished",
     "joined": "vectors put together",
     "kept": "kernels kept in the cache",
-    "kept_of": "what residuals keep",
     "large_gathers_may_be_under_way_together": "not finished",
     "measure_alone": "without communication",
     "residuals_that_do_not_fit_are_everybodys_affair": "a law, in its own words",
