@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flexcomm.kernels.plan import NO_SAMPLE_KEY
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -249,9 +247,9 @@ class BufferPlan:
         return Header(self.digest, step, sequence, self.entries)
 
     def sample_keys(self, step: int) -> list[SampleKey]:
-        """Return each tensor's key of a step."""
+        """Return each tensor's key of a step; nothing, if no selection needs one."""
         if not self._has_keys:
-            return [NO_SAMPLE_KEY] * len(self.plans)
+            return []
         return [plan.sample_key(step, spec.name) for plan, spec in zip(self.plans, self.specs, strict=True)]
 
     @cached_property

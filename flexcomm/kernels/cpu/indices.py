@@ -6,21 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.bits import get_window, put_window
 from flexcomm.kernels.cpu.codelets import count_bits, lowest_bit
 from flexcomm.kernels.cpu.compiler import compiled, kept
-from flexcomm.kernels.cpu.tables import (
-    CHUNK_BITS,
-    ENTRY_BITS,
-    FIRST_CHUNK,
-    FIRST_ENTRY,
-    INDICES,
-    LOW_BITS,
-    NUMEL,
-    chunk_span,
-    entries_before,
-    tensor_of,
-)
+from flexcomm.kernels.cpu.tables import chunk_span, entries_before, picks_of, tensor_of, words_of
 from flexcomm.kernels.layout import IndexCode
 
 if TYPE_CHECKING:
@@ -48,21 +38,17 @@ def put_numbers(words: FullWords, position: Int, width: Int, numbers: Ints, mask
 
 
 @kept
-def put_indices(
-    table: Longs, first: Int, last: Int, code: Int, picks: Ints, before: Longs, origin: Int, words: FullWords
-) -> None:
-    """Write the picks of chunks; the first of ``picks`` is the group's entry ``origin``."""
-    number, chunk = tensor_of(table, first), first
-    while chunk < last:
+def put_indices(table: Longs, job: Longs) -> None:
+    """Write the picks of chunks."""
+    number, chunk, words, code = tensor_of(table, job[t.FIRST]), job[t.FIRST], words_of(job), job[t.CODE]
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        low_bits = row[LOW_BITS]
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        low_bits = row[t.LOW_BITS]
         for at in range(begin, end):
-            start, stop = entries_before(row, at, before), entries_before(row, at + 1, before)
-            own = picks[row[FIRST_ENTRY] + start - origin : row[FIRST_ENTRY] + stop - origin]
-            position = 32 * row[INDICES] + start * row[ENTRY_BITS] + at * row[CHUNK_BITS]
+            own, position = picks_of(row, job, 0, at), position_of(row, job, at)
             if code == _PACKED:
-                put_numbers(words, position, row[ENTRY_BITS], own, (1 << row[ENTRY_BITS]) - 1)
+                put_numbers(words, position, row[t.ENTRY_BITS], own, (1 << row[t.ENTRY_BITS]) - 1)
             elif code == _ELIAS_FANO:
                 put_numbers(words, position, low_bits, own, (1 << low_bits) - 1)
                 position += own.size * low_bits
@@ -73,7 +59,14 @@ def put_indices(
                 for entry in range(own.size):
                     bit = position + own[entry]
                     words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
+
+
+@compiled
+def position_of(row: Longs, job: Longs, chunk: Int) -> Int:
+    """Return the bit at which a chunk's indices begin."""
+    entry = entries_before(row, job, 0, chunk) - row[t.FIRST_ENTRY]
+    return 32 * (job[t.BUFFER] + row[t.INDICES]) + entry * row[t.ENTRY_BITS] + chunk * row[t.CHUNK_BITS]
 
 
 @compiled
@@ -108,10 +101,10 @@ def add_numbers(words: FullWords, position: Int, width: Int, picks: Ints) -> Non
 @compiled
 def get_indices(words: FullWords, position: Int, code: Int, row: Longs, picks: Ints) -> Int:
     """Fill ``picks`` with the indices of a chunk; return whether they increase and stay inside of it."""
-    found, low_bits, numel = picks.size, row[LOW_BITS], row[NUMEL]
+    found, low_bits, numel = picks.size, row[t.LOW_BITS], row[t.NUMEL]
     if code == _PACKED:
         picks[:] = 0
-        add_numbers(words, position, row[ENTRY_BITS], picks)
+        add_numbers(words, position, row[t.ENTRY_BITS], picks)
     elif code == _ELIAS_FANO:
         high, width = position + picks.size * low_bits, picks.size + ((numel - 1) >> low_bits)
         found = get_set_bits(words, high, width, picks)
@@ -127,24 +120,16 @@ def get_indices(words: FullWords, position: Int, code: Int, row: Longs, picks: I
 
 
 @kept
-def read_indices(
-    table: Longs, first: Int, last: Int, code: Int, words: FullWords, start: Int, before: Longs, picks: Ints
-) -> Int:
-    """Fill ``picks`` with the indices of a sender, whose buffer begins at word ``start``.
-
-    Returns 0, or 1 + the first tensor whose indices are wrong.
-    """
-    number, chunk = tensor_of(table, first), first
-    while chunk < last:
+def read_indices(table: Longs, job: Longs) -> Int:
+    """Fill in the picks of a sender; return 0, or 1 + the first tensor whose indices are wrong."""
+    number, chunk, words = tensor_of(table, job[t.FIRST]), job[t.FIRST], words_of(job)
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
+        begin, end = chunk_span(row, chunk, job[t.LAST])
         for at in range(begin, end):
-            entry, stop = entries_before(row, at, before), entries_before(row, at + 1, before)
-            own = picks[row[FIRST_ENTRY] + entry : row[FIRST_ENTRY] + stop]
-            position = 32 * (start + row[INDICES]) + entry * row[ENTRY_BITS] + at * row[CHUNK_BITS]
-            if not get_indices(words, position, code, row, own):
+            if not get_indices(words, position_of(row, job, at), job[t.CODE], row, picks_of(row, job, 0, at)):
                 return 1 + number
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
     return 0
 
 

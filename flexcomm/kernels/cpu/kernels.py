@@ -17,9 +17,10 @@ import torch
 from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem, StateUpdate, Status
 from flexcomm.kernels.counting import BINS as HISTOGRAM_BINS
 from flexcomm.kernels.counting import entries_before, fill_up, raise_threshold, threshold_bits
-from flexcomm.kernels.cpu import checks, indices, selection, tables, transform, values
-from flexcomm.kernels.cpu.codelets import BINS, LENGTH, WINDOW
-from flexcomm.kernels.cpu.groups import NO_PICKS, Group, plan_groups, set_layout, tile_numel
+from flexcomm.kernels.cpu import checks, indices, selection, transform, values
+from flexcomm.kernels.cpu import tables as t
+from flexcomm.kernels.cpu.codelets import BINS, LENGTH
+from flexcomm.kernels.cpu.groups import Group, plan_groups
 from flexcomm.kernels.cpu.mixing import mixer_of
 from flexcomm.kernels.layout import HEADER_NWORDS, NONFINITE, WORD_NBYTES, Header, IndexCode, aligned, plan_layout
 from flexcomm.kernels.plan import Selection
@@ -36,8 +37,6 @@ __all__ = ["CpuKernels"]
 
 _SMALLEST_SHARE = 1 << 16
 """Elements below which a second thread costs more than it saves."""
-_NO_COUNTS, _NO_COUNTS_OF_ANY = np.empty(0, np.int64), np.empty((0, 0), np.int64)
-_NO_FLOATS = np.empty(0, np.float32)
 
 _MAGNITUDE = 0x7FFFFFFF
 _NO_LIMIT = _MAGNITUDE + 1
@@ -82,6 +81,9 @@ class CpuEncoder:
         self._plan, self._threads = plan, threads
         self._words = words.numpy().view(np.uint32)
         self._groups = plan_groups(plan, plan)
+        for group in self._groups:
+            group.job[t.WORDS], group.job[t.NWORDS] = self._words.ctypes.data, self._words.size
+            group.job[t.ORIGINS] = group.job[t.PICK_ORIGINS] = 0
 
     def encode_(
         self,
@@ -94,192 +96,159 @@ class CpuEncoder:
         sequence: int,
     ) -> int:
         plan, keys = self._plan, self._plan.sample_keys(step)
-        inputs = [_as_floats(x) for x in tensors]
-        # Found before anything is written: a state that is updated in place could not be restored.
-        is_checked = (states is not None and states is states_out) or _has_doubles(tensors)
-        problem = _first_nonfinite(tensors) if is_checked else Status()
-        self._words.fill(0)
-        for group in self._groups:
-            group.set_keys(keys)
-            group.set_factor(update.gain)
-            group.set_addresses(tables.X, inputs)
-            group.set_addresses(tables.STATE, states)
-            group.set_addresses(tables.STATE_OUT, states_out)
-        if not problem.word:
-            limit = _NO_LIMIT if is_checked else transform.LIMIT
-            entries, end, problem = self._encode_groups_(tensors, update, limit)
-        if problem.word:
+        inputs = [x if x.dtype is torch.float32 and x.is_contiguous() else _as_floats(x) for x in tensors]
+        # Found before anything is written: a state that is updated in place could not be restored. And what is finite
+        # as a float64 may not be so as a float32.
+        is_checked = (states is not None and states is states_out) or any(x.dtype is torch.float64 for x in tensors)
+        if is_checked and (problem := _first_nonfinite(tensors)).word:
             self.mark_nonfinite_(step=step, sequence=sequence)
-        else:
-            _write_header(self._words, Header(plan.digest, step, sequence, entries), aligned(end))
-        return problem.word
+            return problem.word
+        self._words.fill(0)
+        bits = np.array([update.decay, 1.0 - update.alpha], np.float32).view(np.uint32)
+        for group in self._groups:
+            group.set_inputs(inputs, update.gain, keys)
+            group.job[t.DECAY], group.job[t.STAYS] = bits
+            group.job[t.LIMIT] = _NO_LIMIT if is_checked else transform.LIMIT
+            if states is not None and states_out is not None:
+                group.set_addresses(t.STATE, states)
+                group.set_addresses(t.STATE_OUT, states_out)
+            else:
+                group.table[:, t.STATE : t.STATE_OUT + 1] = 0
+        entries, nwords, problems = plan.entries, plan.nwords, Problems()
+        if plan.is_variable:
+            entries, nwords, problems = self._encode_variable_()
+        for group in self._groups:
+            if not group.plan.is_variable:
+                for found in run(share(len(group.blocks), group.numel, self._threads), partial(_encode_blocks, group)):
+                    problems += found
+        if problems:
+            self.mark_nonfinite_(step=step, sequence=sequence)
+            return _first_of(problems, tensors).word
+        _write_header(self._words, Header(plan.digest, step, sequence, entries), nwords)
+        return 0
 
     def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
         nwords = HEADER_NWORDS if self._plan.variable_length else self._plan.nwords
         self._words[:nwords] = 0
         _write_header(self._words, Header(self._plan.digest, step, sequence, 0, NONFINITE), nwords)
 
-    def _encode_groups_(self, tensors: Sequence[Tensor], update: StateUpdate, limit: int) -> tuple[int, int, Status]:
-        """Write all payloads; return how many entries they hold, where they end, and what is wrong."""
-        plan, problems = self._plan, []
-        variable = {
-            group.numbers[0]: _Variable(group, self._threads) for group in self._groups if group.plan.is_variable
-        }
-        for one in variable.values():
-            problems += one.find_threshold(update, limit)
-        position, entries = HEADER_NWORDS, 0
-        for number, (one_plan, layout) in enumerate(zip(plan.plans, plan.layouts, strict=True)):
-            sent = variable[number].entries if number in variable else one_plan.entries
-            if plan.variable_length:
-                layout = plan_layout(one_plan, sent) if one_plan.variable_length else layout
-                self._place(number, layout, position)
-            position, entries = position + layout.nwords, entries + sent
-        for group in self._groups:
-            if group.plan.is_variable:
-                problems += variable[group.numbers[0]].encode_(update, self._words)
-            else:
-                blocks = partial(_encode_blocks, group, update, limit, self._words)
-                for found in run(share(len(group.blocks), group.chunks * group.numel, self._threads), blocks):
-                    problems += found
-        if any(problem is Problem.NONFINITE for problem, _ in problems):
-            return 0, 0, _first_nonfinite(tensors)
-        least = min((number for _, number in problems), default=0)
-        return entries, position, Status(Problem.STATE, tensor=least) if problems else Status()
+    def _encode_variable_(self) -> tuple[int, int, Problems]:
+        """Write the payloads whose number of entries depends on the data, and find places for the others.
 
-    def _place(self, number: int, layout: Layout, position: int) -> None:
-        """Fill in where the payload of a tensor is."""
-        for group in self._groups:
-            if number in group.numbers:
-                group.code = layout.code
-                set_layout(group.table[group.numbers.index(number)], layout, position)
+        Returns how many entries there are in all, how long the buffer is, and what is wrong.
+        """
+        groups = {number: group for group in self._groups for number in group.numbers}
+        variable = {number: _Variable(group) for number, group in groups.items() if group.plan.is_variable}
+        problems = [problem for one in variable.values() for problem in one.find_threshold(self._threads)]
+        position, entries = HEADER_NWORDS, 0
+        for number, (plan, layout) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):
+            sent = variable[number].entries if number in variable else plan.entries
+            found = plan_layout(plan, sent) if plan.variable_length else layout
+            groups[number].place(number, found, position)
+            position, entries = position + found.nwords, entries + sent
+        if not problems:
+            problems = [problem for one in variable.values() for problem in one.encode_(self._words)]
+        return entries, aligned(position), problems
 
 
 Problems = list[tuple[Problem, int]]
 """What is wrong, and with which tensor."""
+_PICK_SHARED = {Selection.SHUFFLED: selection.pick_shuffled, Selection.STRIDED: selection.pick_strided}
 
 
-def _encode_blocks(
-    group: Group, update: StateUpdate, limit: int, words: NDArray[np.uint32], begin: int, end: int
-) -> Problems:
+def _encode_blocks(group: Group, begin: int, end: int) -> Problems:
     """Encode some blocks of a group, each stage by stage."""
-    problems, scratch = [], _scratch()
-    k, numel, most = group.plan.k, group.numel, group.most_chunks
-    rows = scratch.floats("rows", 1 if group.table[0, tables.STATE_OUT] else most * numel)
-    tops, memory = scratch.ints("tops", most * max(group.bins, BINS)), scratch.ints("memory", 2 * numel + 4 * WINDOW)
-    picks, taken = scratch.ints("picks", most * k), scratch.floats("taken", k)
+    problems: Problems = []
+    table, k, most = group.table, group.plan.k, group.block_chunks
+    numel = 0 if table[0, t.STATE_OUT] else most * group.plan.chunk_numel
+    scratch = _scratch.get(
+        numel, group.tile_numel, most * max(int(group.job[t.BINS]), BINS), group.memory_numel, most * k
+    )
+    job, origins = scratch.job_of(group.job), np.zeros(1, np.int64)
+    job[t.ORIGINS] = job[t.PICK_ORIGINS] = origins.ctypes.data
     for first, last in group.blocks[begin:end]:
-        nonfinite = accumulate(group, first, last, update, limit, rows, tops)
+        job[t.FIRST], job[t.LAST], origins[0] = first, last, first * k
+        nonfinite = group.accumulate(table, job)
         if nonfinite:
             problems.append((Problem.NONFINITE, group.numbers[nonfinite - 1]))
             continue
-        chosen = picks[: (last - first) * k]
         if group.selection is Selection.LARGEST:
-            filled = int(group.fills_maxima)
-            selection.pick_largest(group.table, first, last, rows, tops, group.bins, filled, memory, chosen)
-        elif group.selection is Selection.EVERYTHING:
-            chosen = NO_PICKS
-        else:
-            PICK_SHARED[group.selection](group.table, first, last, memory, chosen)
-        problems += _put(group, first, last, rows, chosen, _NO_COUNTS, words, update, taken)
+            selection.pick_largest(table, job)
+        elif group.selection is not Selection.EVERYTHING:
+            _PICK_SHARED[group.selection](table, job)
+        problems += _put(group, job)
     return problems
 
 
-PICK_SHARED = {Selection.SHUFFLED: selection.pick_shuffled, Selection.STRIDED: selection.pick_strided}
-
-
-def accumulate(
-    group: Group,
-    first: int,
-    last: int,
-    update: StateUpdate,
-    limit: int,
-    rows: NDArray[np.float32],
-    tops: NDArray[np.int32],
-) -> int:
-    """Fill the coefficients of a block; return 0, or 1 + the first nonfinite tensor of the group."""
-    tiles, decay = _scratch().floats("tiles", tile_numel(group.plan)), np.float32(update.decay)
-    given = group.transforms.lists or (tops,)
-    return int(group.transforms.accumulate(group.table, first, last, limit, decay, rows, tiles, *given))
-
-
-def _put(
-    group: Group,
-    first: int,
-    last: int,
-    rows: NDArray[np.float32],
-    picks: NDArray[np.int32],
-    before: NDArray[np.int64],
-    words: NDArray[np.uint32],
-    update: StateUpdate,
-    taken: NDArray[np.float32],
-) -> Problems:
-    """Write the indices and values of what was picked of some chunks."""
-    table, stays = group.table, np.float32(1.0 - update.alpha)
-    origin = int(before[first]) if before.size else first * group.plan.k
+def _put(group: Group, job: NDArray[np.int64]) -> Problems:
+    """Write the indices and values of what was picked."""
     if group.code is not IndexCode.NONE:
-        indices.put_indices(table, first, last, int(group.code), picks, before, origin, words)
-    put = values.put_scaled if group.plan.values.format.scales else values.put_floats
-    wrong = put(table, first, last, rows, int(group.plan.values), picks, before, origin, words, stays, taken)
+        indices.put_indices(group.table, job)
+    wrong = (values.put_scaled if group.plan.values.format.scales else values.put_floats)(group.table, job)
     return [(Problem.STATE, group.numbers[wrong - 1])] if wrong else []
+
+
+def _first_of(problems: Problems, tensors: Sequence[Tensor]) -> Status:
+    """Return the status of several problems: nonfinite tensors come first, whichever were found."""
+    if any(problem is Problem.NONFINITE for problem, _ in problems):
+        return _first_nonfinite(tensors)
+    return Status(Problem.STATE, tensor=min(number for _, number in problems))
 
 
 class _Variable:
     """One tensor whose number of entries depends on the data, while it is encoded."""
 
-    def __init__(self, group: Group, threads: int | None) -> None:
-        self._group, self._threads = group, threads
-        self._before = np.zeros(group.chunks + 1, np.int64)
-        self._rows = _NO_FLOATS
-        if not group.table[0, tables.STATE_OUT]:
-            self._rows = np.empty(group.chunks * group.numel, np.float32)
-            group.table[0, tables.STATE_OUT] = self._rows.ctypes.data
+    def __init__(self, group: Group) -> None:
+        self._group, self._before = group, np.zeros(group.chunks + 1, np.int64)
+        self._coefs = np.empty(0 if group.table[0, t.STATE_OUT] else group.numel, np.float32)
+        if self._coefs.size:
+            group.table[0, t.STATE_OUT] = self._coefs.ctypes.data
 
     @property
     def entries(self) -> int:
         return int(self._before[-1])
 
-    def find_threshold(self, update: StateUpdate, limit: int) -> Problems:
-        """Fill the coefficients, and decide how many of each chunk are sent."""
+    def find_threshold(self, threads: int | None) -> Problems:
+        """Fill in the coefficients, and decide how many of each chunk are sent."""
         group, plan = self._group, self._group.plan
-        shares = share(len(group.blocks), group.chunks * group.numel, self._threads)
 
-        def fill(begin: int, end: int) -> int:
-            tops = _scratch().ints("tops", group.most_chunks * BINS)
-            found = (accumulate(group, *block, update, limit, _NO_FLOATS, tops) for block in group.blocks[begin:end])
-            return max(found, default=0)
+        def accumulate(begin: int, end: int) -> bool:
+            job = _scratch.get(0, group.tile_numel, group.block_chunks * BINS, 0, 0).job_of(group.job)
+            wrong = False
+            for job[t.FIRST], job[t.LAST] in group.blocks[begin:end]:
+                wrong |= bool(group.accumulate(group.table, job))
+            return wrong
 
         def count(bound: int) -> Tensor:
             counts = np.zeros(group.chunks, np.int64)
             if bound <= _MAGNITUDE:
-                selection.count_reaching(group.table, bound, counts)
+                selection.count_reaching(group.table, group.job, bound, counts)
             return torch.from_numpy(counts)
 
-        if any(run(shares, fill)):
+        if any(run(share(len(group.blocks), group.numel, threads), accumulate)):
             return [(Problem.NONFINITE, group.numbers[0])]
         tau_bits = threshold_bits(plan.tau)
         counts = count(tau_bits)
         if int(counts.sum()) > plan.k:
             bins = np.zeros(HISTOGRAM_BINS, np.int64)
-            selection.fill_histogram(group.table, bins)
+            selection.fill_histogram(group.table, group.job, bins)
             raised = raise_threshold(torch.from_numpy(bins), tau_bits, plan.k)
             counts, tau_bits = fill_up(count(raised.low), count(raised.high), plan.k), raised.low
-        group.table[0, tables.TAU_BITS] = tau_bits
+        group.table[0, t.TAU_BITS] = tau_bits
         self._before[:] = entries_before(counts).numpy()
         return []
 
-    def encode_(self, update: StateUpdate, words: NDArray[np.uint32]) -> Problems:
+    def encode_(self, words: NDArray[np.uint32]) -> Problems:
         """Write the payload, at the place that the table says."""
-        group, counts = self._group, np.diff(self._before)
-        width = group.plan.chunk_numel.bit_length()
-        counts_nwords = -(-group.chunks * width // 32)
+        group, width = self._group, self._group.plan.chunk_numel.bit_length()
         # The counts come first, right before the indices.
-        begin = int(group.table[0, tables.INDICES]) - counts_nwords
-        indices.write_counts(words[begin:], counts, width)
-        # One longer than need be: without picks, everything would be sent.
-        picks, memory = np.empty(self.entries + 1, np.int32), np.empty(2 * group.numel + 4 * WINDOW, np.int32)
-        selection.pick_above(group.table, self._before, memory, picks)
-        taken = np.empty(group.numel, np.float32)
-        return _put(group, 0, group.chunks, _NO_FLOATS, picks, self._before, words, update, taken)
+        begin = int(group.table[0, t.INDICES]) - -(-group.chunks * width // 32)
+        indices.write_counts(words[begin:], np.diff(self._before), width)
+        job, zero = _scratch.get(0, group.tile_numel, 0, group.memory_numel, self.entries).job_of(group.job), _zeros(1)
+        job[t.FIRST], job[t.LAST], job[t.BEFORE] = 0, group.chunks, self._before.ctypes.data
+        job[t.ORIGINS] = job[t.PICK_ORIGINS] = zero.ctypes.data
+        selection.pick_above(group.table, job)
+        return _put(group, job)
 
 
 class CpuDecoder:
@@ -296,24 +265,24 @@ class CpuDecoder:
         self._plan, self._decoded_as, self._threads = plan, decoded_as, threads
         self._words = words.numpy().view(np.uint32)
         self._regions = np.array([region[1:] for region in regions], np.int64)
-        # Where payloads are of variable length, they lie differently in every sender's buffer.
-        one, many = plan_groups(plan, decoded_as), range(len(regions))
-        self._groups = [plan_groups(plan, decoded_as) for _ in many] if plan.variable_length else [one for _ in many]
-        self._received = [_Received(group, len(regions)) for group in one]
+        self._groups = plan_groups(plan, decoded_as)
+        self._received = [_Received(group, self._regions[:, 0].tolist(), self._words) for group in self._groups]
 
     def verify(self, *, step: int, sequence: int) -> int:
-        plan, words = self._plan, self._words
+        plan = self._plan
         expected = plan.header(step, sequence)._replace(entries=max(plan.entries, 0))
         header = np.frombuffer(expected.pack(0), np.uint32)
-        found = int(checks.check_headers(words, self._regions, header, int(plan.is_variable)))
+        found = int(checks.check_headers(self._words, self._regions, header, int(plan.is_variable)))
         if found:
             return Status(Problem.NONFINITE if found % 2 else Problem.HEADER, found // 2 - 1).word
-        for sender, (start, nwords) in enumerate(self._regions.tolist()):
-            problem = self._find_payloads(sender, start, nwords) if plan.is_variable else Status()
-            if not problem.word:
-                problem = self._check_payloads(sender, start)
+        for sender in range(len(self._regions)):
+            problem = self._find_payloads(sender) if plan.is_variable else Status()
             if problem.word:
                 return problem.word
+            problems = [problem for received in self._received for problem in received.check(sender)]
+            if problems:
+                number, kind = min(problems)
+                return Status(kind, sender, number).word
         return 0
 
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
@@ -321,29 +290,23 @@ class CpuDecoder:
         filled = [
             out if out.dtype is torch.float32 and out.is_contiguous() else torch.empty(out.shape) for out in outputs
         ]
-        for number, received in enumerate(self._received):
-            group = received.group
-            group.set_keys(keys)
-            group.set_factor(1.0)
-            group.set_addresses(tables.X, filled)
-            of_senders = [groups[number] for groups in self._groups]
-            decode = partial(received.decode_blocks_, of_senders, self._words, self._regions, average)
-            run(share(len(group.blocks), group.chunks * group.numel, self._threads), decode)
+        for group, received in zip(self._groups, self._received, strict=True):
+            group.set_inputs(filled, 1.0, keys)
+            decode = partial(received.decode_blocks_, average == "contributors")
+            run(share(len(group.blocks), group.numel, self._threads), decode)
         for out, here in zip(outputs, filled, strict=True):
             if here is not out:
                 out.copy_(here)
 
-    def _find_payloads(self, sender: int, start: int, nwords: int) -> Status:
+    def _find_payloads(self, sender: int) -> Status:
         """Find the payloads of a buffer whose contents vary, and check their counts."""
+        start, nwords = self._regions[sender].tolist()
         position, entries = HEADER_NWORDS, 0
-        groups = {
-            number: (place, group) for place, group in enumerate(self._groups[sender]) for number in group.numbers
-        }
-        for number, (plan, layout) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):
-            place, group = groups[number]
-            sent = plan.entries
+        places = {number: one for one in self._received for number in one.group.numbers}
+        for number, (plan, full) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):
+            sent, layout = plan.entries, full
             if plan.is_variable:
-                least = plan_layout(plan, 0) if plan.variable_length else layout
+                least = plan_layout(plan, 0) if plan.variable_length else full
                 if position + least.nwords > nwords:
                     return Status(Problem.LENGTH, sender, number)
                 counts, width = np.empty(plan.chunks, np.int64), plan.chunk_numel.bit_length()
@@ -351,109 +314,93 @@ class CpuDecoder:
                 sent = int(counts.sum())
                 if largest > plan.chunk_numel or sent > plan.k:
                     return Status(Problem.COUNTS, sender, number)
-                self._received[place].set_counts(sender, counts)
-                layout = plan_layout(plan, sent) if plan.variable_length else layout
+                places[number].set_counts(sender, counts)
+                layout = plan_layout(plan, sent) if plan.variable_length else full
             if position + layout.nwords > nwords:
                 return Status(Problem.LENGTH, sender, number)
             if self._plan.variable_length:
-                group.code = layout.code
-                set_layout(group.table[group.numbers.index(number)], layout, position)
+                places[number].place(sender, number, layout, position)
             position, entries = position + layout.nwords, entries + sent
         if aligned(position) != nwords:
             return Status(Problem.LENGTH, sender)
         announced = int(self._words[start + 8]) | int(self._words[start + 9]) << 32
         return Status() if entries == announced else Status(Problem.ENTRIES, sender)
 
-    def _check_payloads(self, sender: int, start: int) -> Status:
-        """Return the first problem of a sender's payloads; unpack their indices."""
-        problems = []
-        for received, group in zip(self._received, self._groups[sender], strict=True):
-            problems += received.check(group, sender, self._words, start)
-        if not problems:
-            return Status()
-        number, problem = min(problems)
-        return Status(problem, sender, number)
-
 
 class _Received:
-    """What several senders sent of the tensors of a group: indices that were checked, and counts if they vary."""
+    """What several senders sent of the tensors of a group.
 
-    def __init__(self, group: Group, senders: int) -> None:
-        self.group = group
+    Indices are unpacked when they are checked. Where payloads are of variable length, ``tables`` says of each sender
+    where they are, and ``codes`` how its indices are written.
+    """
+
+    def __init__(self, group: Group, starts: list[int], words: NDArray[np.uint32]) -> None:
+        self.group, self._starts, self._zeros = group, starts, _zeros(len(starts))
+        self._tables, self._codes = [group.table] * len(starts), [group.code] * len(starts)
+        self._is_shared = group.code is IndexCode.NONE and not group.plan.is_variable
         entries = group.plan.k if group.plan.is_variable else group.chunks * group.plan.k
-        self._senders = senders
-        self._picks = np.empty((senders, entries if group.code is not IndexCode.NONE else 0), np.int32)
-        self._before = np.zeros((senders if group.plan.is_variable else 0, group.chunks + 1), np.int64)
+        self._picks = np.empty((len(starts), 0 if self._is_shared else entries), np.int32)
+        self._before = np.zeros((len(starts) if group.plan.is_variable else 0, group.chunks + 1), np.int64)
+        job = group.inverse_job
+        job[t.WORDS], job[t.NWORDS], job[t.SENDERS] = words.ctypes.data, words.size, len(starts)
+        job[t.PICKS], job[t.PICK_PITCH], job[t.PICK_ORIGINS] = (
+            self._picks.ctypes.data, self._picks.shape[1], self._zeros.ctypes.data,
+        )  # fmt: skip
+        if group.plan.is_variable:
+            job[t.BEFORE], job[t.BEFORE_PITCH] = self._before.ctypes.data, self._before.shape[1]
 
     def set_counts(self, sender: int, counts: NDArray[np.int64]) -> None:
         np.cumsum(counts, out=self._before[sender, 1:])
 
-    def _before_of(self, sender: int) -> NDArray[np.int64]:
-        return self._before[sender] if self._before.shape[0] else _NO_COUNTS
+    def place(self, sender: int, number: int, layout: Layout, position: int) -> None:
+        """Fill in where a sender's payload of a tensor is."""
+        self.group.place(number, layout, position)
+        self._tables[sender], self._codes[sender] = self.group.table.copy(), layout.code
 
-    def check(self, group: Group, sender: int, words: NDArray[np.uint32], start: int) -> list[tuple[int, Problem]]:
-        """Return the tensors with wrong payloads, and what is wrong."""
-        form, before, problems = group.plan.values.format, self._before_of(sender), []
-        if group.code is not IndexCode.NONE:
-            picks, code = self._picks[sender], int(group.code)
-            wrong = indices.read_indices(group.table, 0, group.chunks, code, words, start, before, picks)
+    def check(self, sender: int) -> list[tuple[int, Problem]]:
+        """Return the tensors of a sender with wrong payloads, and what is wrong; unpack its indices."""
+        group, form, table, problems = self.group, self.group.plan.values.format, self._tables[sender], []
+        job = self._job_of(sender, group.inverse_job)
+        job[t.LAST], job[t.CODE] = group.chunks, int(self._codes[sender])
+        if self._codes[sender] is not IndexCode.NONE:
+            wrong = indices.read_indices(table, job)
             problems = [(group.numbers[wrong - 1], Problem.INDEX)] if wrong else []
         if form.scales or form.nonfinite_mask:
-            found = int(
-                values.check_values(group.table, words, start, before, form.scales, form.bits, form.nonfinite_mask)
-            )
+            found = int(values.check_values(table, job, form.scales, form.bits, form.nonfinite_mask))
             problems += [(group.numbers[found >> 8], Problem(found & 0xFF))] if found else []
         return problems
 
-    def decode_blocks_(
-        self,
-        groups: Sequence[Group],
-        words: NDArray[np.uint32],
-        regions: NDArray[np.int64],
-        average: Average,
-        begin: int,
-        end: int,
-    ) -> None:
-        """Write the averages of some blocks; ``groups`` says of each sender where its payloads are."""
-        group, scratch = self.group, _scratch()
-        k, numel, most = group.plan.k, group.numel, group.most_chunks
-        is_shared = group.code is IndexCode.NONE
-        counted = int(average == "contributors" and not is_shared)
-        everything = int(group.selection is Selection.EVERYTHING)
-        room = most * (min(k, numel) if not group.plan.is_variable else numel)
-        sent = scratch.floats("sent", self._senders * room).reshape(self._senders, room)
-        drawn = scratch.ints("picks", room)
-        tiles, marks = (
-            scratch.floats("tiles", tile_numel(group.plan)),
-            scratch.ints("marks", 2 * max(numel, _SQUARE) + 1),
-        )
-        memory = scratch.ints("memory", 2 * numel + 4 * WINDOW)
+    def _job_of(self, sender: int, job: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a job about one sender alone."""
+        own = job.copy()
+        own[t.BUFFER], own[t.PICKS] = self._starts[sender], job[t.PICKS] + 4 * sender * job[t.PICK_PITCH]
+        if job[t.BEFORE]:
+            own[t.BEFORE] = job[t.BEFORE] + 8 * sender * job[t.BEFORE_PITCH]
+        return own
+
+    def decode_blocks_(self, counted: bool, begin: int, end: int) -> None:
+        """Write the averages of some blocks."""
+        group, senders = self.group, len(self._starts)
+        room = group.block_chunks * min(group.plan.k, group.plan.chunk_numel)
+        is_drawn = self._is_shared and group.selection is not Selection.EVERYTHING
+        scratch = _scratch.get(senders * room, max(group.tile_numel, 1), 0, max(group.memory_numel, 3 * _SQUARE), room)
+        job, origins = group.inverse_job.copy(), np.empty(senders, np.int64)
+        job[t.TILES], job[t.MEMORY] = scratch.tiles.ctypes.data, scratch.memory.ctypes.data
+        job[t.SENT], job[t.SENT_PITCH], job[t.ORIGINS] = scratch.coefs.ctypes.data, room, origins.ctypes.data
+        job[t.COUNTED] = int(counted and not self._is_shared)
+        if is_drawn:
+            job[t.PICKS], job[t.PICK_PITCH] = scratch.picks.ctypes.data, 0
+            job[t.PICK_ORIGINS] = origins.ctypes.data
         for first, last in group.blocks[begin:end]:
-            origins = np.full(self._senders, first * k, np.int64)
-            if self._before.shape[0]:
-                origins[:] = self._before[:, first]
-            for sender, (own, start) in enumerate(zip(groups, regions[:, 0].tolist(), strict=True)):
-                before, code = self._before_of(sender), int(group.plan.values)
-                values.get_values(own.table, first, last, code, words, start, before, origins[sender], sent[sender])
-            picks, pick_origins = self._picks, _zeros(self._senders)
-            if is_shared and not everything:
-                PICK_SHARED[group.selection](group.table, first, last, memory, drawn)
-                picks, pick_origins = drawn[None], origins
-            group.transforms.restore(
-                group.table,
-                first,
-                last,
-                everything,
-                picks,
-                pick_origins,
-                sent,
-                origins,
-                self._before if self._before.shape[0] else _NO_COUNTS_OF_ANY,
-                counted,
-                tiles,
-                marks,
-                *group.transforms.inverse_lists,
-            )
+            job[t.FIRST], job[t.LAST] = first, last
+            origins[:] = self._before[:, first] if group.plan.is_variable else first * group.plan.k
+            for sender, table in enumerate(self._tables):
+                own = self._job_of(sender, job)
+                own[t.SENT], own[t.ORIGINS] = job[t.SENT] + 4 * sender * room, job[t.ORIGINS] + 8 * sender
+                values.get_values(table, own)
+            if is_drawn:
+                _PICK_SHARED[group.selection](group.table, job)
+            group.restore(group.table, job)
 
 
 @lru_cache(maxsize=64)
@@ -462,13 +409,7 @@ def _zeros(count: int) -> NDArray[np.int64]:
 
 
 def _as_floats(x: Tensor) -> Tensor:
-    """Return a tensor as contiguous float32; itself, if it is."""
-    return x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-
-
-def _has_doubles(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a tensor may hold what is finite there, and too large as a float32."""
-    return any(x.dtype is torch.float64 for x in tensors)
+    return x.detach().to(torch.float32).contiguous()
 
 
 def _first_nonfinite(tensors: Sequence[Tensor]) -> Status:
@@ -486,32 +427,34 @@ def _write_header(words: NDArray[np.uint32], header: Header, nwords: int) -> Non
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-class _Scratch(threading.local):
-    """Memory of one thread, which grows as needed."""
+class Scratch:
+    """Memory that loops work in."""
+
+    def __init__(self, coefs: int, tiles: int, tops: int, memory: int, picks: int) -> None:
+        # Torch's memory begins at a line of cache, numpy's need not. Not as inference tensors: it is used again.
+        with torch.inference_mode(False):
+            self.coefs, self.tiles = torch.empty(coefs).numpy(), torch.empty(tiles).numpy()
+            self.tops, self.memory, self.picks = (
+                torch.empty(numel, dtype=torch.int32).numpy() for numel in (tops, memory, picks)
+            )
+
+    def job_of(self, job: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a copy of a job that uses this memory."""
+        own = job.copy()
+        own[t.COEFS], own[t.TILES], own[t.TOPS] = (one.ctypes.data for one in (self.coefs, self.tiles, self.tops))
+        own[t.MEMORY], own[t.PICKS] = self.memory.ctypes.data, self.picks.ctypes.data
+        return own
+
+
+class _ScratchOfThread(threading.local):
+    """Scratch memory of one thread, by size: that of a few groups is held."""
 
     def __init__(self) -> None:
-        self._arrays: dict[str, Tensor] = {}
-
-    def floats(self, name: str, numel: int) -> NDArray[np.float32]:
-        return self._get(name, numel, torch.float32).numpy()
-
-    def ints(self, name: str, numel: int) -> NDArray[np.int32]:
-        return self._get(name, numel, torch.int32).numpy()
-
-    def _get(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        held = self._arrays.get(name)
-        if held is None or held.numel() < numel:
-            # Torch's memory begins at a line of cache, numpy's need not. Not an inference tensor: it is used again.
-            with torch.inference_mode(False):
-                held = self._arrays[name] = torch.empty(numel, dtype=dtype)
-        return held[:numel]
+        self.get = lru_cache(maxsize=_MOST_SCRATCH)(Scratch)
 
 
-_memory = _Scratch()
-
-
-def _scratch() -> _Scratch:
-    return _memory
+_MOST_SCRATCH = 4
+_scratch = _ScratchOfThread()
 
 
 def share(count: int, work: int, threads: int | None, multiple: int = 1) -> list[tuple[int, int]]:

@@ -7,24 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexcomm.kernels.counting import BIN_SHIFT
+from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.codelets import WINDOW, count_bits, lowest_bit, reaching
 from flexcomm.kernels.cpu.compiler import compiled, kept
-from flexcomm.kernels.cpu.tables import (
-    CHUNKS,
-    FIRST_CHUNK,
-    KEY,
-    NUMEL,
-    START,
-    TAU_BITS,
-    K,
-    chunk_span,
-    ints_at,
-    row_at,
-    tensor_of,
-)
+from flexcomm.kernels.cpu.tables import chunk_span, coefs_at, ints_at, longs_at, picks_of, tensor_of
 
 if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Floats, Int, Ints, Longs
+    from flexcomm.kernels.cpu.compiler import Int, Ints, Longs
 
 __all__ = [
     "bins_for",
@@ -130,26 +119,25 @@ def drop_last(magnitudes: Ints, bound: Int, k: Int, picks: Ints, count: Int) -> 
 
 
 @kept
-def pick_largest(
-    table: Longs, first: Int, last: Int, scratch: Floats, tops: Ints, bins: Int, is_filled: Int, memory: Ints, out: Ints
-) -> None:
+def pick_largest(table: Longs, job: Longs) -> None:
     """Pick the ``k`` largest magnitudes of every chunk; of equals those of lowest index.
 
-    ``tops`` has so many ``bins`` of running maxima for each chunk, which are filled already, or not.
+    TOPS has so many BINS of running maxima for each chunk, which are filled here unless the transform did.
     """
-    number, chunk, done = tensor_of(table, first), first, 0
-    while chunk < last:
+    number, chunk, bins = tensor_of(table, job[t.FIRST]), job[t.FIRST], job[t.BINS]
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        k, numel = row[K], row[NUMEL]
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        k, numel = row[t.K], row[t.NUMEL]
         windows = -(-numel // WINDOW)
-        picks, few = memory[: numel + WINDOW], memory[numel + WINDOW : 2 * numel + 3 * WINDOW]
+        picks = ints_at(job[t.MEMORY], numel + WINDOW)
+        few = ints_at(job[t.MEMORY] + 4 * (numel + WINDOW), numel + 2 * WINDOW)
         for at in range(begin, end):
-            address = row_at(row, at, first, scratch.ctypes.data)
-            values, chosen = ints_at(address, numel), out[done : done + k]
+            address, chosen = coefs_at(row, job, at), picks_of(row, job, 0, at)
+            values = ints_at(address, numel)
             if bins:
-                maxima = tops[(row[FIRST_CHUNK] + at - first) * bins :][:bins]
-                if not is_filled:
+                maxima = ints_at(job[t.TOPS] + 4 * bins * (row[t.FIRST_CHUNK] + at - job[t.FIRST]), bins)
+                if job[t.FILLS_BINS]:
                     fill_maxima(values, maxima)
                 top = largest_of(maxima)
                 bound = bound_of_largest(maxima.ctypes.data, bins // WINDOW, k, max(0, top - _TWO_OCTAVES), top)
@@ -162,17 +150,16 @@ def pick_largest(
             count = collect(address, windows, bound, picks)
             if count < k:
                 fill_up_with_zeros(picks, count, chosen)
-            else:
-                if count > k:
-                    for entry in range(count):
-                        few[entry] = values[picks[entry]] & _MAGNITUDE
-                    if bins:
-                        count, bound = narrow(few, picks, count, k, bound, top)
-                    drop_last(few, bound + 1, k, picks, count)
-                for entry in range(k):
-                    chosen[entry] = picks[entry]
-            done += k
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+                continue
+            if count > k:
+                for entry in range(count):
+                    few[entry] = values[picks[entry]] & _MAGNITUDE
+                if bins:
+                    count, bound = narrow(few, picks, count, k, bound, top)
+                drop_last(few, bound + 1, k, picks, count)
+            for entry in range(k):
+                chosen[entry] = picks[entry]
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
 
 
 @compiled
@@ -214,11 +201,11 @@ def fill_up_with_zeros(picks: Ints, count: Int, chosen: Ints) -> None:
 
 
 @kept
-def count_reaching(table: Longs, bound: Int, counts: Longs) -> None:
+def count_reaching(table: Longs, job: Longs, bound: Int, counts: Longs) -> None:
     """Count the magnitudes of each chunk of one tensor that reach a bound."""
     row = table[0]
     for at in range(counts.size):
-        values = ints_at(row_at(row, at, 0, 0), row[NUMEL])
+        values = ints_at(coefs_at(row, job, at), row[t.NUMEL])
         count, limit = np.int32(0), np.int32(bound)
         for i in range(values.size):
             count += np.int32((values[i] & _MAGNITUDE) >= limit)
@@ -226,28 +213,28 @@ def count_reaching(table: Longs, bound: Int, counts: Longs) -> None:
 
 
 @kept
-def fill_histogram(table: Longs, bins: Longs) -> None:
+def fill_histogram(table: Longs, job: Longs, bins: Longs) -> None:
     """Count the magnitudes of one tensor by the upper half of their bits."""
     row = table[0]
-    for at in range(row[CHUNKS]):
-        values = ints_at(row_at(row, at, 0, 0), row[NUMEL])
+    for at in range(row[t.CHUNKS]):
+        values = ints_at(coefs_at(row, job, at), row[t.NUMEL])
         for i in range(values.size):
             bins[(values[i] & _MAGNITUDE) >> BIN_SHIFT] += 1
 
 
 @kept
-def pick_above(table: Longs, before: Longs, memory: Ints, out: Ints) -> None:
-    """Pick the magnitudes of one tensor that reach its threshold: so many of each chunk as ``before`` says.
+def pick_above(table: Longs, job: Longs) -> None:
+    """Pick the magnitudes of one tensor that reach its threshold: so many of each chunk as BEFORE says.
 
     Where more reach it, the last of the threshold's own bin stay.
     """
     row = table[0]
-    numel, windows, tau = row[NUMEL], -(-row[NUMEL] // WINDOW), row[TAU_BITS]
-    picks, few = memory[: numel + WINDOW], memory[numel + WINDOW : 2 * numel + 3 * WINDOW]
+    numel, windows, tau = row[t.NUMEL], -(-row[t.NUMEL] // WINDOW), row[t.TAU_BITS]
+    picks = ints_at(job[t.MEMORY], numel + WINDOW)
+    few = ints_at(job[t.MEMORY] + 4 * (numel + WINDOW), numel + 2 * WINDOW)
     above = ((tau >> BIN_SHIFT) + 1) << BIN_SHIFT
-    for at in range(row[CHUNKS]):
-        values = ints_at(row_at(row, at, 0, 0), numel)
-        chosen = out[before[at] : before[at + 1]]
+    for at in range(row[t.CHUNKS]):
+        values, chosen = ints_at(coefs_at(row, job, at), numel), picks_of(row, job, 0, at)
         fill_magnitudes(values, few)
         count = collect(few.ctypes.data, windows, tau, picks) if tau else collect_all(picks, numel)
         for entry in range(count):
@@ -277,27 +264,27 @@ def mix32(value: Int) -> Int:
 
 
 @kept
-def pick_shuffled(table: Longs, first: Int, last: Int, memory: Ints, out: Ints) -> None:
-    """Pick ``k`` of every chunk from an order of its places that the key determines, from ``START`` on.
+def pick_shuffled(table: Longs, job: Longs) -> None:
+    """Pick ``k`` of every chunk from an order of its places that the key determines, from START on.
 
     Four rounds permute the numbers of so many bits; one that leaves the chunk is sent through again.
     """
-    number, chunk, done = tensor_of(table, first), first, 0
-    while chunk < last:
+    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        k, numel, width = row[K], row[NUMEL], 1
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        numel, width = row[t.NUMEL], 1
         while (1 << width) < numel:
             width += 1
         mask, half = np.uint32((1 << width) - 1), np.uint32((width + 1) >> 1)
-        marks = memory[: -(-numel // 32)]
+        marks = longs_at(job[t.MEMORY], -(-numel // WINDOW))
         for at in range(begin, end):
-            key = mix32(np.uint32(row[KEY]) + np.uint32(at) * np.uint32(0x9E3779B9))
+            key = mix32(np.uint32(row[t.KEY]) + np.uint32(at) * np.uint32(0x9E3779B9))
             k0, k1 = mix32(key), mix32(np.uint32(key + np.uint32(1)))
             k2, k3 = mix32(np.uint32(key + np.uint32(2))), mix32(np.uint32(key + np.uint32(3)))
             marks[:] = 0
-            for entry in range(k):
-                place = np.uint32((row[START] + entry) % numel)
+            for entry in range(row[t.K]):
+                place = np.uint32((row[t.START] + entry) % numel)
                 while True:
                     for turn in (k0, k1, k2, k3):
                         place = np.uint32(np.uint32(place + turn) & mask)
@@ -305,31 +292,33 @@ def pick_shuffled(table: Longs, first: Int, last: Int, memory: Ints, out: Ints) 
                         place ^= place >> half
                     if place < numel:
                         break
-                marks[place >> np.uint32(5)] |= np.int32(np.uint32(1) << (place & np.uint32(31)))
+                marks[place >> np.uint32(6)] |= np.int64(np.uint64(1) << np.uint64(place & np.uint32(63)))
+            chosen, found = picks_of(row, job, 0, at), 0
             for word in range(marks.size):
-                bits = np.uint64(np.uint32(marks[word]))
+                bits = np.uint64(marks[word])
                 for _ in range(count_bits(bits)):
-                    out[done] = 32 * word + np.int64(lowest_bit(bits))
+                    chosen[found] = WINDOW * word + np.int64(lowest_bit(bits))
                     bits &= bits - np.uint64(1)
-                    done += 1
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+                    found += 1
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
 
 
 @kept
-def pick_strided(table: Longs, first: Int, last: Int, _memory: Ints, out: Ints) -> None:
-    """Pick ``k`` of every chunk, evenly spaced, from ``START`` on."""
-    number, chunk, done = tensor_of(table, first), first, 0
-    while chunk < last:
+def pick_strided(table: Longs, job: Longs) -> None:
+    """Pick ``k`` of every chunk, evenly spaced, from START on."""
+    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        k, numel, start = row[K], row[NUMEL], row[START]
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        k, numel, start, turned = row[t.K], row[t.NUMEL], row[t.START], 0
         # Places increase up to the end of the chunk, and go on at its beginning: those are the least.
-        turned = 0
         while turned < k and turned * numel // k + start < numel:
             turned += 1
+        pattern = picks_of(row, job, 0, begin)
         for entry in range(k):
-            out[done + entry] = ((entry + turned) % k * numel // k + start) % numel
-        for copy in range(done + k, done + (end - begin) * k, k):
-            out[copy : copy + k] = out[done : done + k]
-        done += (end - begin) * k
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+            pattern[entry] = ((entry + turned) % k * numel // k + start) % numel
+        for at in range(begin + 1, end):
+            chosen = picks_of(row, job, 0, at)
+            for entry in range(k):
+                chosen[entry] = pattern[entry]
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1

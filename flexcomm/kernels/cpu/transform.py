@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexcomm.kernels import butterflies
+from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.codelets import (
     BINS,
     LANES,
@@ -27,22 +28,13 @@ from flexcomm.kernels.cpu.codelets import (
 )
 from flexcomm.kernels.cpu.compiler import compiled, kept
 from flexcomm.kernels.cpu.tables import (
-    CHUNK_COLS,
-    CHUNK_ROWS,
-    COLS,
-    FIRST_CHUNK,
-    FIRST_ENTRY,
-    GRID_COLS,
-    NUMEL,
-    ROWS,
-    STATE,
-    K,
-    X,
     chunk_span,
-    factor_of,
+    coefs_at,
+    float_of,
     floats_at,
     ints_at,
-    row_at,
+    picks_of,
+    sent_of,
     tensor_of,
 )
 
@@ -101,8 +93,12 @@ def store_block(tile: Floats, width: Int, x: Floats, begin: Int, pitch: Int, row
 @compiled
 def block_of(row: Longs, chunk: Int) -> tuple[Int, Int, Int]:
     """Return where a chunk of a matrix begins, and how many of its rows and columns are inside."""
-    top, left = chunk // row[GRID_COLS] * row[CHUNK_ROWS], chunk % row[GRID_COLS] * row[CHUNK_COLS]
-    return top * row[COLS] + left, min(row[CHUNK_ROWS], row[ROWS] - top), min(row[CHUNK_COLS], row[COLS] - left)
+    top, left = chunk // row[t.GRID_COLS] * row[t.CHUNK_ROWS], chunk % row[t.GRID_COLS] * row[t.CHUNK_COLS]
+    return (
+        top * row[t.COLS] + left,
+        min(row[t.CHUNK_ROWS], row[t.ROWS] - top),
+        min(row[t.CHUNK_COLS], row[t.COLS] - left),
+    )
 
 
 @compiled
@@ -115,79 +111,73 @@ def ahead_of(chunk: Int, pitch: Int, lane: Int) -> Int:
 
 
 @kept
-def accumulate_square(
-    table: Longs, first: Int, last: Int, limit: Int, decay: Float, scratch: Floats, tiles: Floats, tops: Ints
-) -> Int:
+def accumulate_square(table: Longs, job: Longs) -> Int:
     """Fill the coefficients of squares of 64 by 64, and their maxima; return 0, or 1 + the first nonfinite tensor."""
-    number, chunk, tile, edge = tensor_of(table, first), first, tiles.ctypes.data, tiles[SQUARE : 2 * SQUARE]
-    tops[: (last - first) * BINS] = 0
-    while chunk < last:
+    number, chunk, decay = tensor_of(table, job[t.FIRST]), job[t.FIRST], float_of(job[t.DECAY])
+    tile, edge = job[t.TILES], floats_at(job[t.TILES] + 4 * SQUARE, SQUARE)
+    ints_at(job[t.TOPS], (job[t.LAST] - chunk) * BINS)[:] = 0
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        x, xi = floats_at(row[X], row[ROWS] * row[COLS]), ints_at(row[X], row[ROWS] * row[COLS])
-        factor, base = factor_of(row), row[X]
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        x, xi = floats_at(row[t.X], row[t.ROWS] * row[t.COLS]), ints_at(row[t.X], row[t.ROWS] * row[t.COLS])
+        factor, base = float_of(row[t.FACTOR]), row[t.X]
         for at in range(begin, end):
             start, rows, cols = block_of(row, at)
-            if largest(xi, start, row[COLS], rows, cols) >= limit:
+            if largest(xi, start, row[t.COLS], rows, cols) >= job[t.LIMIT]:
                 return 1 + number
-            source, pitch, ahead = base + 4 * start, row[COLS], base + 4 * block_of(row, min(at + 1, end - 1))[0]
+            source, pitch, ahead = base + 4 * start, row[t.COLS], base + 4 * block_of(row, min(at + 1, end - 1))[0]
             if rows < LENGTH or cols < LENGTH:
                 edge[:] = _ZERO
-                load_block(x, start, row[COLS], rows, cols, edge, LENGTH)
+                load_block(x, start, row[t.COLS], rows, cols, edge, LENGTH)
                 source, pitch, ahead = edge.ctypes.data, LENGTH, edge.ctypes.data
             for lane in range(0, LENGTH, LANES):
                 after = ahead_of(ahead, pitch, lane)
                 dct_columns(source + 4 * lane, pitch, tile + 4 * lane * LENGTH, LENGTH, 0, 0, after, _ONE, _ONE)
-            target, top = row_at(row, at, first, scratch.ctypes.data), tops.ctypes.data
-            top += 4 * BINS * (row[FIRST_CHUNK] + at - first)
+            target, top = coefs_at(row, job, at), job[t.TOPS] + 4 * BINS * (row[t.FIRST_CHUNK] + at - job[t.FIRST])
             for lane in range(0, LENGTH, LANES):
                 source, into = tile + 4 * lane, target + 4 * lane
-                if row[STATE]:
-                    state = row[STATE] + 4 * SQUARE * at
-                    after = ahead_of(row[STATE] + 4 * SQUARE * min(at + 1, end - 1), LENGTH, lane)
+                if row[t.STATE]:
+                    state = row[t.STATE] + 4 * SQUARE * at
+                    after = ahead_of(row[t.STATE] + 4 * SQUARE * min(at + 1, end - 1), LENGTH, lane)
                     dct_rows_of_state(source, LENGTH, into, 0, state + 4 * lane, top, after, decay, factor)
                 else:
                     dct_rows(source, LENGTH, into, 0, 0, top, 0, _ONE, factor)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
     return 0
 
 
 @kept
-def accumulate_flat(
-    table: Longs, first: Int, last: Int, limit: Int, decay: Float, scratch: Floats, tiles: Floats, _tops: Ints
-) -> Int:
+def accumulate_flat(table: Longs, job: Longs) -> Int:
     """Fill the coefficients of rows of 64; return 0, or 1 + the first nonfinite tensor."""
-    number, chunk, edge = tensor_of(table, first), first, tiles[: LANES * LENGTH]
-    while chunk < last:
+    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
+    edge = floats_at(job[t.TILES], LANES * LENGTH)
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        x, factor = floats_at(row[X], row[COLS]), factor_of(row)
-        start, inside = begin * LENGTH, min(end * LENGTH, row[COLS])
-        if largest(ints_at(row[X], row[COLS]), start, 0, 1, inside - start) >= limit:
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        x, factor = floats_at(row[t.X], row[t.COLS]), float_of(row[t.FACTOR])
+        start, inside = begin * LENGTH, min(end * LENGTH, row[t.COLS])
+        if largest(ints_at(row[t.X], row[t.COLS]), start, 0, 1, inside - start) >= job[t.LIMIT]:
             return 1 + number
         for at in range(begin, end, LANES):
             many = min(LANES, end - at)
-            numel = min(row[COLS] - at * LENGTH, many * LENGTH)
+            numel = min(row[t.COLS] - at * LENGTH, many * LENGTH)
             if numel < LANES * LENGTH:
                 edge[:] = _ZERO
                 load_block(x, at * LENGTH, 0, 1, numel, edge, 0)
                 dct_flat(edge.ctypes.data, LENGTH, edge.ctypes.data, LENGTH, 0, 0, 0, _ONE, factor)
             else:
-                dct_flat(row[X] + 4 * at * LENGTH, LENGTH, edge.ctypes.data, LENGTH, 0, 0, 0, _ONE, factor)
-            add_state(row, at, first, many * LENGTH, decay, _ONE, edge, scratch)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+                dct_flat(row[t.X] + 4 * at * LENGTH, LENGTH, edge.ctypes.data, LENGTH, 0, 0, 0, _ONE, factor)
+            add_state(row, job, at, many * LENGTH, _ONE, edge)
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
     return 0
 
 
 @compiled
-def add_state(
-    row: Longs, chunk: Int, first: Int, numel: Int, decay: Float, factor: Float, coefs: Floats, scratch: Floats
-) -> None:
-    """Fill rows of coefficients with ``decay * state + factor * coefs``, or without a state with the latter."""
-    target = row_at(row, chunk, first, scratch.ctypes.data)
-    out, given = floats_at(target, numel), coefs[:numel]
-    state = row[STATE] + 4 * chunk * row[NUMEL]
-    if row[STATE] == 0:
+def add_state(row: Longs, job: Longs, chunk: Int, numel: Int, factor: Float, coefs: Floats) -> None:
+    """Fill in coefficients, ``decay * state + factor * coefs``, or without a state the latter."""
+    target, state = coefs_at(row, job, chunk), row[t.STATE] + 4 * chunk * row[t.NUMEL]
+    out, given, decay = floats_at(target, numel), coefs[:numel], float_of(job[t.DECAY])
+    if row[t.STATE] == 0:
         for i in range(numel):
             out[i] = factor * given[i]
     elif state == target:
@@ -201,37 +191,58 @@ def add_state(
 
 
 @kept
-def accumulate_plain(
-    table: Longs, first: Int, last: Int, limit: Int, decay: Float, scratch: Floats, tiles: Floats, _tops: Ints
-) -> Int:
+def accumulate_plain(table: Longs, job: Longs) -> Int:
     """Fill the coefficients of chunks that are not transformed; return 0, or 1 + the first nonfinite tensor."""
-    number, chunk = tensor_of(table, first), first
-    while chunk < last:
+    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        numel = row[NUMEL]
-        x, xi, factor = floats_at(row[X], row[COLS]), ints_at(row[X], row[COLS]), factor_of(row)
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        numel = row[t.NUMEL]
+        x, xi, factor = floats_at(row[t.X], row[t.COLS]), ints_at(row[t.X], row[t.COLS]), float_of(row[t.FACTOR])
         for at in range(begin, end):
-            inside = min(numel, row[COLS] - at * numel)
-            if largest(xi, at * numel, 0, 1, inside) >= limit:
+            inside = min(numel, row[t.COLS] - at * numel)
+            if largest(xi, at * numel, 0, 1, inside) >= job[t.LIMIT]:
                 return 1 + number
             if inside == numel:
-                add_state(row, at, first, numel, decay, factor, x[at * numel : at * numel + numel], scratch)
+                add_state(row, job, at, numel, factor, x[at * numel : at * numel + numel])
             else:
-                tiles[:numel] = _ZERO
-                load_block(x, at * numel, 0, 1, inside, tiles, 0)
-                add_state(row, at, first, numel, decay, factor, tiles, scratch)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+                tile = floats_at(job[t.TILES], numel)
+                tile[:] = _ZERO
+                load_block(x, at * numel, 0, 1, inside, tile, 0)
+                add_state(row, job, at, numel, factor, tile)
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
     return 0
 
 
 @compiled
-def apply(work: Floats, width: Int, lanes: Int, steps: Ints, factors: Floats) -> None:
-    """Do the steps of a list on rows that are ``width`` apart."""
-    for number in range(steps.shape[0]):
-        code, i, j = steps[number, 0], steps[number, 1] * width, steps[number, 2] * width
-        x, y = work[i : i + lanes], work[j : j + lanes]
-        c0, c1, c2, c3 = factors[number, 0], factors[number, 1], factors[number, 2], factors[number, 3]
+def transform(
+    source: Floats, rows: Int, lanes: Int, target: Floats, pitches: tuple[Int, Int], steps: Longs, work: Floats
+) -> None:
+    """Transform the columns of ``source[rows, lanes]``; ``pitches`` are those of a row and a lane in ``target``.
+
+    ``steps`` are four addresses of a list: the rows of ``work`` that take the inputs, those that have the outputs, and
+    how many there are; its steps, and their factors; and the number of steps.
+    """
+    places = ints_at(steps[0], 2 * rows + 1)
+    work[: places[2 * rows] * lanes] = _ZERO
+    for i in range(rows):
+        line, row = source[i * lanes : (i + 1) * lanes], work[places[i] * lanes : (places[i] + 1) * lanes]
+        for j in range(lanes):
+            row[j] = line[j]
+    apply(work, lanes, ints_at(steps[1], 3 * steps[3]), floats_at(steps[2], 4 * steps[3]))
+    for i in range(rows):
+        row = work[places[rows + i] * lanes : (places[rows + i] + 1) * lanes]
+        for j in range(lanes):
+            target[i * pitches[0] + j * pitches[1]] = row[j]
+
+
+@compiled
+def apply(work: Floats, lanes: Int, steps: Ints, factors: Floats) -> None:
+    """Do the steps of a list on rows."""
+    for number in range(steps.size // 3):
+        code, i, j = steps[3 * number], steps[3 * number + 1] * lanes, steps[3 * number + 2] * lanes
+        x, y, own = work[i : i + lanes], work[j : j + lanes], factors[4 * number : 4 * number + 4]
+        c0, c1, c2, c3 = own[0], own[1], own[2], own[3]
         if code == _BUTTERFLY:
             for lane in range(lanes):
                 a, b = x[lane], y[lane]
@@ -250,140 +261,96 @@ def apply(work: Floats, width: Int, lanes: Int, steps: Ints, factors: Floats) ->
                 x[lane] += c0 * y[lane]
 
 
-@compiled
-def transform(
-    source: Floats,
-    rows: Int,
-    lanes: Int,
-    target: Floats,
-    pitches: tuple[Int, Int],
-    places: Ints,
-    steps: Ints,
-    factors: Floats,
-    work: Floats,
-) -> None:
-    """Transform the columns of ``source[rows, lanes]``; ``pitches`` are those of a row and a lane in ``target``.
-
-    ``places`` are the rows of ``work`` that take the inputs, those that have the outputs, and how many there are.
-    """
-    work[: places[2 * rows] * lanes] = _ZERO
-    for i in range(rows):
-        line, row = source[i * lanes : (i + 1) * lanes], work[places[i] * lanes : (places[i] + 1) * lanes]
-        for j in range(lanes):
-            row[j] = line[j]
-    apply(work, lanes, lanes, steps, factors)
-    for i in range(rows):
-        row = work[places[rows + i] * lanes : (places[rows + i] + 1) * lanes]
-        for j in range(lanes):
-            target[i * pitches[0] + j * pitches[1]] = row[j]
-
-
 @kept
-def accumulate_any(
-    table: Longs,
-    first: Int,
-    last: Int,
-    limit: Int,
-    decay: Float,
-    scratch: Floats,
-    tiles: Floats,
-    down: Ints,
-    down_steps: Ints,
-    down_factors: Floats,
-    along: Ints,
-    along_steps: Ints,
-    along_factors: Floats,
-) -> Int:
+def accumulate_any(table: Longs, job: Longs) -> Int:
     """Fill the coefficients of chunks of any size, by lists; return 0, or 1 + the first nonfinite tensor."""
-    number, chunk = tensor_of(table, first), first
-    while chunk < last:
+    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        x, xi = floats_at(row[X], row[ROWS] * row[COLS]), ints_at(row[X], row[ROWS] * row[COLS])
-        height, width, many = row[CHUNK_ROWS], row[CHUNK_COLS], side_by_side(row)
-        room = many * row[NUMEL]
-        tile, turned, work = tiles[:room], tiles[room : 2 * room], tiles[2 * room :]
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        x, xi = floats_at(row[t.X], row[t.ROWS] * row[t.COLS]), ints_at(row[t.X], row[t.ROWS] * row[t.COLS])
+        height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], side_by_side(row)
+        room = many * row[t.NUMEL]
+        tile, turned = floats_at(job[t.TILES], room), floats_at(job[t.TILES] + 4 * room, room)
+        work = floats_at(job[t.TILES] + 8 * room, work_numel(row, job))
         for at in range(begin, end, many):
             start, rows, cols = block_of(row, at)
             tile[:] = _ZERO
             if height == 1:
                 # Rows fill a core's vectors together: as columns, one beside the other.
                 many_here = min(many, end - at)
-                cols = min(many_here * width, row[COLS] - start)
-                if largest(xi, start, 0, 1, cols) >= limit:
+                cols = min(many_here * width, row[t.COLS] - start)
+                if largest(xi, start, 0, 1, cols) >= job[t.LIMIT]:
                     return 1 + number
                 for i in range(cols):
                     tile[i % width * many + i // width] = x[start + i]
-                transform(tile, width, many, turned, (1, width), along, along_steps, along_factors, work)
-                add_state(row, at, first, many_here * width, decay, factor_of(row), turned, scratch)
+                transform(tile, width, many, turned, (1, width), job[t.ALONG : t.ALONG + 4], work)
+                add_state(row, job, at, many_here * width, float_of(row[t.FACTOR]), turned)
                 continue
-            if largest(xi, start, row[COLS], rows, cols) >= limit:
+            if largest(xi, start, row[t.COLS], rows, cols) >= job[t.LIMIT]:
                 return 1 + number
-            load_block(x, start, row[COLS], rows, cols, tile, width)
-            transform(tile, height, width, turned, (1, height), down, down_steps, down_factors, work)
-            transform(turned, width, height, tile, (height, 1), along, along_steps, along_factors, work)
-            add_state(row, at, first, row[NUMEL], decay, factor_of(row), tile, scratch)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+            load_block(x, start, row[t.COLS], rows, cols, tile, width)
+            transform(tile, height, width, turned, (1, height), job[t.DOWN : t.DOWN + 4], work)
+            transform(turned, width, height, tile, (height, 1), job[t.ALONG : t.ALONG + 4], work)
+            add_state(row, job, at, row[t.NUMEL], float_of(row[t.FACTOR]), tile)
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
     return 0
+
+
+@compiled
+def work_numel(row: Longs, job: Longs) -> Int:
+    """Return how much memory the lists of a chunk's columns and rows work in."""
+    height, width = row[t.CHUNK_ROWS], row[t.CHUNK_COLS]
+    down, along = ints_at(job[t.DOWN], 2 * height + 1)[2 * height], ints_at(job[t.ALONG], 2 * width + 1)[2 * width]
+    return max(down * width, along * max(height, side_by_side(row)))
 
 
 @compiled
 def side_by_side(row: Longs) -> Int:
     """Return how many chunks are transformed together."""
-    return LANES if row[CHUNK_ROWS] == 1 else 1
+    return LANES if row[t.CHUNK_ROWS] == 1 else 1
 
 
 # --- back -------------------------------------------------------------------------------------------------------------
 
 
 @compiled
-def add_chunk(
-    row: Longs,
-    chunk: Int,
-    everything: Int,
-    picks: Ints,
-    pick_origins: Longs,
-    sent: Floats,
-    origins: Longs,
-    before: Longs,
-    counted: Int,
-    total: Floats,
-    given: Ints,
-    touched: Ints,
-) -> Int:
+def add_chunk(row: Longs, job: Longs, chunk: Int, total: Floats, given: Ints, touched: Ints) -> Int:
     """Add what all senders sent of a chunk to ``total``, which is zero, in their order, and divide.
 
     Returns how many coefficients ``touched`` lists; none, if everything was sent. ``given`` is zero before and after.
     """
-    senders, places = origins.size, 0
+    senders, places = job[t.SENDERS], 0
     for sender in range(senders):
-        begin, end = (
-            (before[sender, chunk], before[sender, chunk + 1])
-            if before.shape[0]
-            else (row[FIRST_ENTRY] + chunk * row[K], row[FIRST_ENTRY] + (chunk + 1) * row[K])
-        )
-        values = sent[sender, begin - origins[sender] : end - origins[sender]]
-        if everything:
+        values = sent_of(row, job, sender, chunk)
+        if job[t.EVERYTHING]:
             for i in range(values.size):
                 total[i] += values[i]
             continue
-        shift = min(sender, picks.shape[0] - 1)
-        chosen = picks[shift, begin - pick_origins[sender] : end - pick_origins[sender]]
+        picks = picks_of(row, job, sender, chunk)
         for entry in range(values.size):
-            at = chosen[entry]
+            at = picks[entry]
             total[at] += values[entry]
             touched[places] = at
             places += given[at] == 0
             given[at] += np.int32(1)
-    if everything and senders > 1:
-        for i in range(row[NUMEL]):
+    if job[t.EVERYTHING] and senders > 1:
+        for i in range(row[t.NUMEL]):
             total[i] = total[i] / np.float32(senders)
     for place in range(places):
         at = touched[place]
         if senders > 1:
-            total[at] = total[at] / np.float32(given[at] if counted else senders)
+            total[at] = total[at] / np.float32(given[at] if job[t.COUNTED] else senders)
         given[at] = 0
     return places
+
+
+@compiled
+def marks_of(job: Longs, numel: Int) -> tuple[Ints, Ints]:
+    """Return memory for :func:`add_chunk`: counts, which are zero, and a list."""
+    given = ints_at(job[t.MEMORY], numel)
+    given[:] = 0
+    return given, ints_at(job[t.MEMORY] + 4 * numel, numel + 1)
 
 
 @compiled
@@ -415,38 +382,23 @@ def clear_columns(total: Floats, touched: Ints, columns: Floats, slots: Longs, t
 
 
 @kept
-def restore_square(
-    table: Longs,
-    first: Int,
-    last: Int,
-    everything: Int,
-    picks: Ints,
-    pick_origins: Longs,
-    sent: Floats,
-    origins: Longs,
-    before: Longs,
-    counted: Int,
-    tiles: Floats,
-    marks: Ints,
-) -> None:
+def restore_square(table: Longs, job: Longs) -> None:
     """Write the averages of squares of 64 by 64.
 
     Columns of a chunk without a coefficient are zero: those with one are transformed side by side, then the rows.
     """
-    number, chunk = tensor_of(table, first), first
+    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
+    tiles, everything = floats_at(job[t.TILES], 4 * SQUARE), job[t.EVERYTHING]
     total, columns, turned = tiles[:SQUARE], tiles[SQUARE : 2 * SQUARE], tiles[2 * SQUARE : 3 * SQUARE]
-    edge, given, touched = tiles[3 * SQUARE : 4 * SQUARE], marks[:SQUARE], marks[SQUARE : 2 * SQUARE + 1]
+    edge, (given, touched) = tiles[3 * SQUARE :], marks_of(job, SQUARE)
     slots, places = np.full(LENGTH, -1, np.int64), np.empty(LENGTH + LANES, np.int64)
     tiles[: 3 * SQUARE] = _ZERO
-    given[:] = 0
-    while chunk < last:
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        out, base, factor = floats_at(row[X], row[ROWS] * row[COLS]), row[X], factor_of(row)
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        out, base, factor = floats_at(row[t.X], row[t.ROWS] * row[t.COLS]), row[t.X], float_of(row[t.FACTOR])
         for at in range(begin, end):
-            count = add_chunk(
-                row, at, everything, picks, pick_origins, sent, origins, before, counted, total, given, touched
-            )
+            count = add_chunk(row, job, at, total, given, touched)
             source = total if everything else columns
             used = LENGTH if everything else sort_columns(total, touched[:count], columns, slots)
             places[used : used + LANES] = edge.ctypes.data
@@ -457,7 +409,7 @@ def restore_square(
                 columns_at = source.ctypes.data + 4 * lane
                 idct_columns(columns_at, LENGTH, 0, 0, places.ctypes.data + 8 * lane, 0, 0, _ONE, _ONE)
             start, rows, cols = block_of(row, at)
-            target, pitch, ahead = base + 4 * start, row[COLS], base + 4 * block_of(row, min(at + 1, end - 1))[0]
+            target, pitch, ahead = base + 4 * start, row[t.COLS], base + 4 * block_of(row, min(at + 1, end - 1))[0]
             is_whole = rows == LENGTH and cols == LENGTH
             if not is_whole:
                 target, pitch, ahead = edge.ctypes.data, LENGTH, edge.ctypes.data
@@ -465,131 +417,81 @@ def restore_square(
                 rows_at, after = turned.ctypes.data + 4 * lane, ahead_of(ahead, pitch, lane)
                 idct_rows(rows_at, LENGTH, target + 4 * lane, pitch, 0, 0, after, _ONE, factor)
             if not is_whole:
-                store_block(edge, LENGTH, out, start, row[COLS], rows, cols)
+                store_block(edge, LENGTH, out, start, row[t.COLS], rows, cols)
             if everything:
                 total[:] = _ZERO
             else:
                 clear_columns(total, touched[:count], columns, slots, turned)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
 
 
 @kept
-def restore_flat(
-    table: Longs,
-    first: Int,
-    last: Int,
-    everything: Int,
-    picks: Ints,
-    pick_origins: Longs,
-    sent: Floats,
-    origins: Longs,
-    before: Longs,
-    counted: Int,
-    tiles: Floats,
-    marks: Ints,
-) -> None:
+def restore_flat(table: Longs, job: Longs) -> None:
     """Write the averages of rows of 64."""
-    number, chunk = tensor_of(table, first), first
-    tile, given, touched = tiles[: LANES * LENGTH], marks[:LENGTH], marks[LENGTH : 2 * LENGTH + 1]
-    given[:] = 0
-    while chunk < last:
+    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
+    tile, (given, touched) = floats_at(job[t.TILES], LANES * LENGTH), marks_of(job, LENGTH)
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        out = floats_at(row[X], row[COLS])
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        out = floats_at(row[t.X], row[t.COLS])
         for at in range(begin, end, LANES):
             tile[:] = _ZERO
             for i in range(min(LANES, end - at)):
                 total = tile[i * LENGTH : (i + 1) * LENGTH]
-                add_chunk(
-                    row, at + i, everything, picks, pick_origins, sent, origins, before, counted, total, given, touched
-                )
-            numel = min(min(LANES, end - at) * LENGTH, row[COLS] - at * LENGTH)
-            idct_flat(tile.ctypes.data, LENGTH, tile.ctypes.data, LENGTH, 0, 0, 0, _ONE, factor_of(row))
+                add_chunk(row, job, at + i, total, given, touched)
+            numel = min(min(LANES, end - at) * LENGTH, row[t.COLS] - at * LENGTH)
+            idct_flat(tile.ctypes.data, LENGTH, tile.ctypes.data, LENGTH, 0, 0, 0, _ONE, float_of(row[t.FACTOR]))
             store_block(tile, 0, out, at * LENGTH, 0, 1, numel)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
 
 
 @kept
-def restore_plain(
-    table: Longs,
-    first: Int,
-    last: Int,
-    everything: Int,
-    picks: Ints,
-    pick_origins: Longs,
-    sent: Floats,
-    origins: Longs,
-    before: Longs,
-    counted: Int,
-    tiles: Floats,
-    marks: Ints,
-) -> None:
+def restore_plain(table: Longs, job: Longs) -> None:
     """Write the averages of chunks that are not transformed."""
-    number, chunk = tensor_of(table, first), first
-    while chunk < last:
+    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        numel, out = row[NUMEL], floats_at(row[X], row[COLS])
-        given, touched = marks[:numel], marks[numel : 2 * numel + 1]
-        given[:] = 0
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        numel, out = row[t.NUMEL], floats_at(row[t.X], row[t.COLS])
+        given, touched = marks_of(job, numel)
         for at in range(begin, end):
-            inside = min(numel, row[COLS] - at * numel)
-            total = out[at * numel : at * numel + inside] if inside == numel else tiles[:numel]
+            inside = min(numel, row[t.COLS] - at * numel)
+            total = out[at * numel : at * numel + inside] if inside == numel else floats_at(job[t.TILES], numel)
             total[:] = _ZERO
-            add_chunk(row, at, everything, picks, pick_origins, sent, origins, before, counted, total, given, touched)
+            add_chunk(row, job, at, total, given, touched)
             if inside < numel:
                 store_block(total, 0, out, at * numel, 0, 1, inside)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
 
 
 @kept
-def restore_any(
-    table: Longs,
-    first: Int,
-    last: Int,
-    everything: Int,
-    picks: Ints,
-    pick_origins: Longs,
-    sent: Floats,
-    origins: Longs,
-    before: Longs,
-    counted: Int,
-    tiles: Floats,
-    marks: Ints,
-    down: Ints,
-    down_steps: Ints,
-    down_factors: Floats,
-    along: Ints,
-    along_steps: Ints,
-    along_factors: Floats,
-) -> None:
+def restore_any(table: Longs, job: Longs) -> None:
     """Write the averages of chunks of any size, by lists; they are those that lead back."""
-    number, chunk = tensor_of(table, first), first
-    while chunk < last:
+    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        numel, out, factor = row[NUMEL], floats_at(row[X], row[ROWS] * row[COLS]), factor_of(row)
-        height, width, many = row[CHUNK_ROWS], row[CHUNK_COLS], side_by_side(row)
-        tile, turned, work = tiles[: many * numel], tiles[many * numel : 2 * many * numel], tiles[2 * many * numel :]
-        given, touched = marks[:numel], marks[numel : 2 * numel + 1]
-        given[:] = 0
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        numel, out, factor = row[t.NUMEL], floats_at(row[t.X], row[t.ROWS] * row[t.COLS]), float_of(row[t.FACTOR])
+        height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], side_by_side(row)
+        room = many * numel
+        tile, turned = floats_at(job[t.TILES], room), floats_at(job[t.TILES] + 4 * room, room)
+        work = floats_at(job[t.TILES] + 8 * room, work_numel(row, job))
+        given, touched = marks_of(job, numel)
         for at in range(begin, end, many):
             tile[:] = _ZERO
             for i in range(min(many, end - at)):
                 total = tile[i * numel : (i + 1) * numel]
-                add_chunk(
-                    row, at + i, everything, picks, pick_origins, sent, origins, before, counted, total, given, touched
-                )
+                add_chunk(row, job, at + i, total, given, touched)
             start, rows, cols = block_of(row, at)
             if height == 1:
                 for i in range(many * width):
                     turned[i % width * many + i // width] = tile[i]
-                transform(turned, width, many, tile, (1, width), along, along_steps, along_factors, work)
-                rows, cols = 1, min(many * width, row[COLS] - start)
+                transform(turned, width, many, tile, (1, width), job[t.ALONG : t.ALONG + 4], work)
+                rows, cols = 1, min(many * width, row[t.COLS] - start)
             else:
-                transform(tile, width, height, turned, (1, width), along, along_steps, along_factors, work)
-                transform(turned, height, width, tile, (width, 1), down, down_steps, down_factors, work)
+                transform(tile, width, height, turned, (1, width), job[t.ALONG : t.ALONG + 4], work)
+                transform(turned, height, width, tile, (width, 1), job[t.DOWN : t.DOWN + 4], work)
             for i in range(many * numel):
                 tile[i] = tile[i] * factor
-            store_block(tile, width, out, start, row[COLS], rows, cols)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+            store_block(tile, width, out, start, row[t.COLS], rows, cols)
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexcomm.kernels.base import Problem
+from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.bits import (
     bf16_up,
     fp16_bits,
@@ -20,22 +21,20 @@ from flexcomm.kernels.cpu.bits import (
 )
 from flexcomm.kernels.cpu.compiler import compiled, kept
 from flexcomm.kernels.cpu.tables import (
-    CHUNKS,
-    FIRST_CHUNK,
-    FIRST_ENTRY,
-    NUMEL,
-    SCALES,
-    VALUES,
     chunk_span,
+    coefs_at,
     entries_before,
+    float_of,
     floats_at,
-    row_at,
+    picks_of,
+    sent_of,
     tensor_of,
+    words_of,
 )
 from flexcomm.kernels.plan import ValueCode
 
 if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Ints, Longs
+    from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Longs
 
 __all__ = ["CODES", "check_values", "get_values", "put_floats", "put_scaled"]
 
@@ -60,13 +59,23 @@ def rest_of(picked: Float, sent: Float, stays: Float) -> Float:
 
 
 @compiled
-def take(coefs: Floats, picks: Ints, taken: Floats) -> None:
+def take(row: Longs, job: Longs, chunk: Int, coefs: Floats) -> Floats:
+    """Return what is picked of a chunk, in scratch memory; all of it, where it is, if everything is sent."""
+    if job[t.EVERYTHING]:
+        return coefs
+    picks = picks_of(row, job, 0, chunk)
+    taken = floats_at(job[t.TILES], picks.size)
     for entry in range(picks.size):
         taken[entry] = coefs[picks[entry]]
+    return taken
 
 
 @compiled
-def put_back(coefs: Floats, picks: Ints, taken: Floats) -> None:
+def put_back(row: Longs, job: Longs, chunk: Int, coefs: Floats, taken: Floats) -> None:
+    """Put what was not sent where it was picked."""
+    if job[t.EVERYTHING]:
+        return
+    picks = picks_of(row, job, 0, chunk)
     for entry in range(picks.size):
         coefs[picks[entry]] = taken[entry]
 
@@ -80,47 +89,28 @@ def is_nonfinite(taken: Floats) -> Int:
 
 
 @kept
-def put_floats(
-    table: Longs,
-    first: Int,
-    last: Int,
-    scratch: Floats,
-    code: Int,
-    picks: Ints,
-    before: Longs,
-    origin: Int,
-    words: FullWords,
-    stays: Float,
-    memory: Floats,
-) -> Int:
-    """Write what is picked of chunks as floats; everything, if there are no picks.
-
-    Returns 0, or 1 + the first tensor of which that is not finite. The first of ``picks`` is entry ``origin``.
-    """
-    number, chunk, halves = tensor_of(table, first), first, words.view(np.uint16)
-    while chunk < last:
+def put_floats(table: Longs, job: Longs) -> Int:
+    """Write what is picked of chunks as floats; return 0, or 1 + the first tensor of which that is not finite."""
+    number, chunk, code, stays = tensor_of(table, job[t.FIRST]), job[t.FIRST], job[t.VALUE_CODE], float_of(job[t.STAYS])
+    words = words_of(job)
+    halves = words.view(np.uint16)
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
+        begin, end = chunk_span(row, chunk, job[t.LAST])
         for at in range(begin, end):
-            start = row[FIRST_ENTRY] + entries_before(row, at, before)
-            stop = row[FIRST_ENTRY] + entries_before(row, at + 1, before)
-            coefs = floats_at(row_at(row, at, first, scratch.ctypes.data), row[NUMEL])
-            own, taken = picks[start - origin : stop - origin], coefs
-            if picks.size:
-                taken = memory[: stop - start]
-                take(coefs, own, taken)
+            coefs = floats_at(coefs_at(row, job, at), row[t.NUMEL])
+            taken = take(row, job, at, coefs)
             if is_nonfinite(taken):
                 return 1 + number
-            entry = start - row[FIRST_ENTRY]
+            entry = entries_before(row, job, 0, at) - row[t.FIRST_ENTRY]
             if code == _FP32:
-                put_fp32(words[row[VALUES] + entry :], taken, stays)
+                put_fp32(words[row[t.VALUES] + entry :], taken, stays)
             elif code == _BF16:
-                put_bf16(halves[2 * row[VALUES] + entry :], taken, stays)
+                put_bf16(halves[2 * row[t.VALUES] + entry :], taken, stays)
             else:
-                put_fp16(halves[2 * row[VALUES] + entry :], taken, stays)
-            if picks.size:
-                put_back(coefs, own, taken)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+                put_fp16(halves[2 * row[t.VALUES] + entry :], taken, stays)
+            put_back(row, job, at, coefs, taken)
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
     return 0
 
 
@@ -152,46 +142,28 @@ def put_fp16(halves: Halves, taken: Floats, stays: Float) -> None:
 
 
 @kept
-def put_scaled(
-    table: Longs,
-    first: Int,
-    last: Int,
-    scratch: Floats,
-    code: Int,
-    picks: Ints,
-    before: Longs,
-    origin: Int,
-    words: FullWords,
-    stays: Float,
-    memory: Floats,
-) -> Int:
+def put_scaled(table: Longs, job: Longs) -> Int:
     """Do what :func:`put_floats` does, by codes that have scales."""
-    number, chunk = tensor_of(table, first), first
+    number, chunk, code, stays = tensor_of(table, job[t.FIRST]), job[t.FIRST], job[t.VALUE_CODE], float_of(job[t.STAYS])
+    words = words_of(job)
     halves, octets = words.view(np.uint16), words.view(np.int8)
-    while chunk < last:
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
+        begin, end = chunk_span(row, chunk, job[t.LAST])
         for at in range(begin, end):
-            start = row[FIRST_ENTRY] + entries_before(row, at, before)
-            stop = row[FIRST_ENTRY] + entries_before(row, at + 1, before)
-            coefs = floats_at(row_at(row, at, first, scratch.ctypes.data), row[NUMEL])
-            own, taken = picks[start - origin : stop - origin], coefs
-            if picks.size:
-                taken = memory[: stop - start]
-                take(coefs, own, taken)
+            coefs = floats_at(coefs_at(row, job, at), row[t.NUMEL])
+            taken = take(row, job, at, coefs)
             if is_nonfinite(taken):
                 return 1 + number
-            entry, scale = start - row[FIRST_ENTRY], 2 * row[SCALES] + at
+            entry, scale = entries_before(row, job, 0, at) - row[t.FIRST_ENTRY], 2 * row[t.SCALES] + at
             if code == _INT8:
-                put_int8(octets[4 * row[VALUES] + entry :], halves, scale, taken, stays)
+                put_int8(octets[4 * row[t.VALUES] + entry :], halves, scale, taken, stays)
             elif code == _SIGN:
-                put_sign(words, 32 * row[VALUES] + entry, halves, scale, taken, stays)
+                put_sign(words, 32 * row[t.VALUES] + entry, halves, scale, taken, stays)
             else:
-                position = 32 * row[VALUES] + _SIGN2_BITS * entry
-                put_sign2(words, position, halves, scale + at, taken, stays)
-            if picks.size:
-                put_back(coefs, own, taken)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+                put_sign2(words, 32 * row[t.VALUES] + _SIGN2_BITS * entry, halves, scale + at, taken, stays)
+            put_back(row, job, at, coefs, taken)
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
     return 0
 
 
@@ -257,28 +229,17 @@ def scale_at(halves: Halves, place: Int) -> Float:
 
 
 @kept
-def get_values(  # noqa: C901  (a branch for each code)
-    table: Longs,
-    first: Int,
-    last: Int,
-    code: Int,
-    words: FullWords,
-    start: Int,
-    before: Longs,
-    origin: Int,
-    out: Floats,
-) -> None:
-    """Fill ``out`` with the values of a sender's chunks, whose buffer begins at word ``start``, from ``origin`` on."""
-    number, chunk = tensor_of(table, first), first
+def get_values(table: Longs, job: Longs) -> None:  # noqa: C901  (a branch for each code)
+    """Fill in the values that a sender sent of chunks."""
+    number, chunk, code, words = tensor_of(table, job[t.FIRST]), job[t.FIRST], job[t.VALUE_CODE], words_of(job)
     halves, octets = words.view(np.uint16), words.view(np.int8)
-    while chunk < last:
+    while chunk < job[t.LAST]:
         row = table[number]
-        begin, end = chunk_span(row, chunk, last)
-        values = start + row[VALUES]
+        begin, end = chunk_span(row, chunk, job[t.LAST])
+        values, scales = job[t.BUFFER] + row[t.VALUES], job[t.BUFFER] + row[t.SCALES]
         for at in range(begin, end):
-            entry, stop = entries_before(row, at, before), entries_before(row, at + 1, before)
-            sent = out[row[FIRST_ENTRY] + entry - origin : row[FIRST_ENTRY] + stop - origin]
-            scale = 2 * (start + row[SCALES]) + at
+            sent, entry = sent_of(row, job, 0, at), entries_before(row, job, 0, at) - row[t.FIRST_ENTRY]
+            scale = 2 * scales + at
             if code == _FP32:
                 sent[:] = words[values + entry : values + entry + sent.size].view(np.float32)
             elif code == _BF16:
@@ -298,7 +259,7 @@ def get_values(  # noqa: C901  (a branch for each code)
             else:
                 base, step = scale_at(halves, scale + at), scale_at(halves, scale + at + 1)
                 get_levels(words, 32 * values + _SIGN2_BITS * entry, base, step, sent)
-        chunk, number = row[FIRST_CHUNK] + end, number + 1
+        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
 
 
 @compiled
@@ -323,21 +284,23 @@ def get_levels(words: FullWords, position: Int, base: Float, step: Float, sent: 
 
 
 @kept
-def check_values(table: Longs, words: FullWords, start: Int, before: Longs, scales: Int, bits: Int, mask: Int) -> Int:
+def check_values(table: Longs, job: Longs, scales: Int, bits: Int, mask: Int) -> Int:
     """Return 256 * the first tensor with a wrong scale or value, plus the number of that problem, or 0.
 
     A chunk has so many ``scales``; all bits of ``mask`` are set in an entry that is not finite.
     """
-    halves, wrong = words.view(np.uint16), np.int32(0)
+    words, wrong = words_of(job), np.int32(0)
+    halves = words.view(np.uint16)
     for number in range(table.shape[0]):
         row = table[number]
-        begin, entries = 2 * (start + row[SCALES]), entries_before(row, row[CHUNKS], before)
-        own = halves[begin : begin + scales * row[CHUNKS]]
+        begin = 2 * (job[t.BUFFER] + row[t.SCALES])
+        own = halves[begin : begin + scales * row[t.CHUNKS]]
         for place in range(own.size):
             wrong |= np.int32(own[place] >= _SCALE_INFINITY)
         if wrong:
             return 256 * number + _SCALE
-        values = start + row[VALUES]
+        values = job[t.BUFFER] + row[t.VALUES]
+        entries = entries_before(row, job, 0, row[t.CHUNKS]) - row[t.FIRST_ENTRY]
         if mask and bits == 32:
             full, infinite = words[values : values + entries], np.uint32(mask)
             for entry in range(full.size):
