@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-__all__ = ["Phase", "StatsHistory", "SyncRecord", "profiler_range"]
+__all__ = ["Phase", "StatsHistory", "SyncRecord", "Timed", "profiler_range"]
 
 Phase = Literal["encode", "intra", "inter", "decode", "waiting"]
 
@@ -50,20 +50,11 @@ class SyncRecord:
     waiting_s: float = 0.0
     skipped: int = 0
 
-    @property
-    def compression(self) -> float:
-        """The length of the tensors divided by that of their payloads."""
-        return self.dense_bytes / self.payload_bytes if self.payload_bytes else 1.0
-
     def add(self, other: SyncRecord) -> None:
         """Add another record to this one."""
         mine = vars(self)
         for name, number in vars(other).items():
             mine[name] += number
-
-    def time(self, phase: Phase) -> Timed:
-        """Return a block whose seconds are added to a phase, and which profilers show."""
-        return Timed(self, phase)
 
     def add_seconds(self, phase: Phase, seconds: float) -> None:
         vars(self)[f"{phase}_s"] += seconds
@@ -76,19 +67,21 @@ class SyncRecord:
         numbers[f"{level}_received_bytes"] += received_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return {**vars(self), "compression": self.compression}
+        """Return the fields by name, for JSON, and how much longer tensors are than their payloads."""
+        ratio = self.dense_bytes / self.payload_bytes if self.payload_bytes else 1.0
+        return {**vars(self), "compression": ratio}
 
 
 class Timed:
-    """A block whose seconds are added to a phase of a record.
+    """A block whose seconds are added to a phase of a record, and which profilers show.
 
     Not a generator: those cost more than what a small call does.
     """
 
     def __init__(self, record: SyncRecord, phase: Phase) -> None:
         self._record, self._phase = record, phase
-        self._range = profiler_range(phase)
+        is_watched = _vendor_range() is not None or getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+        self._range = profiler_range(phase) if is_watched else None
 
     def __enter__(self) -> None:
         if self._range is not None:

@@ -6,9 +6,8 @@ keeps an ``Encoder`` and a ``Decoder``, which check and slice buffers once. Chun
 tensors are put into buckets changes no bit of the result.
 """
 
-from flexcomm.codec.checks import check_numbers
 from flexcomm.codec.decode import Decoder, decode_bucket_, regions_of
-from flexcomm.codec.encode import Encoder, encode_bucket_
+from flexcomm.codec.encode import Encoder, check_numbers, encode_bucket_
 from flexcomm.codec.plan import assemble_buffer, is_dense, plan_buffer, plan_tensor
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from flexcomm.codec.checks import check_numbers, check_outputs, check_tensors
+from flexcomm.codec.encode import check_numbers, check_tensors
 from flexcomm.codec.wire import check_region, explain, read_header, to_words
-from flexcomm.errors import InvalidArgumentError, NonFiniteError, WireError
+from flexcomm.errors import InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
 from flexcomm.kernels import Average, Kernels, Problem, Region, Status
 from flexcomm.kernels.layout import ALIGNMENT, NONFINITE, WORD_NBYTES
 
@@ -109,3 +109,9 @@ def decode_bucket_(
     if nonfinite:
         raise NonFiniteError(f"{', '.join(nonfinite)} had NaN, infinity or a magnitude of 2**100 or more to send.")
     decoder.decode_([out.detach() for out in tensors], step=step, average=average)
+
+
+def check_outputs(plan: BufferPlan, tensors: Sequence[Tensor]) -> None:
+    for spec, out in zip(plan.specs, tensors, strict=True):
+        if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+            raise InvalidTensorError(f"the output {spec.name} is expanded, elements share memory: give it a clone.")

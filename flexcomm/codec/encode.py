@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING
 
-from flexcomm.codec.checks import check_numbers, check_states, check_tensors
+import torch
+
 from flexcomm.codec.wire import to_words
-from flexcomm.errors import InvalidTensorError, NonFiniteError
+from flexcomm.errors import InvalidArgumentError, InvalidTensorError, NonFiniteError
 from flexcomm.kernels import LARGEST_MAGNITUDE, Kernels, Problem, StateUpdate, Status
 from flexcomm.kernels.layout import HEADER_NBYTES, WORD_NBYTES, RawHeader
 
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import BufferPlan
 
-__all__ = ["Encoder", "encode_bucket_"]
+__all__ = ["Encoder", "check_numbers", "check_tensors", "encode_bucket_"]
 
 _PLAIN = StateUpdate()
+_NUMBERS = 1 << 64
 
 
 class Encoder:
@@ -105,3 +108,54 @@ def encode_bucket_(
     if problem:
         raise NonFiniteError(problem)
     return encoder.nbytes
+
+
+def check_tensors(plan: BufferPlan, tensors: Sequence[Tensor], device: torch.device) -> None:
+    _check_number_of("tensors", len(tensors), plan)
+    for spec, x in zip(plan.specs, tensors, strict=True):
+        if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
+            raise InvalidTensorError(
+                f"{spec.name} is {x.dtype} {list(x.shape)}, but the plan is for {spec.dtype} {list(spec.shape)}: pass "
+                f"tensors in the plan's order, and plan anew for one that has changed."
+            )
+        _check_device(spec.name, x, device)
+
+
+def check_states(plan: BufferPlan, states: Sequence[Tensor] | None, device: torch.device) -> None:
+    if states is None:
+        return
+    _check_number_of("states", len(states), plan)
+    for spec, one, state in zip(plan.specs, plan.plans, states, strict=True):
+        if state.dtype != torch.float32 or tuple(state.shape) != one.state_shape or not state.is_contiguous():
+            raise InvalidTensorError(
+                f"the state of {spec.name} is {state.dtype} {list(state.shape)}, but must be contiguous torch.float32 "
+                f"{list(one.state_shape)}: make it from the bucket's plan, and reset one that was made for another."
+            )
+        _check_device(f"the state of {spec.name}", state, device)
+
+
+def _check_number_of(what: str, count: int, plan: BufferPlan) -> None:
+    if count != len(plan.specs):
+        raise InvalidTensorError(
+            f"the plan is for {len(plan.specs)} tensors, but {count} {what} were given: pass one for each of its specs."
+        )
+
+
+def _check_device(what: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise InvalidTensorError(
+            f"{what} is on {x.device}, but the buffer is on {device}: move one of them, a bucket is on one device."
+        )
+
+
+def check_numbers(step: int, sequence: int) -> None:
+    if type(step) is type(sequence) is int and 0 <= step < _NUMBERS and 0 <= sequence < _NUMBERS:
+        return
+    numbers = {"step": step, "sequence": sequence}
+    wrong = [f"{name} is {number!r}" for name, number in numbers.items() if not _is_countable(number)]
+    if wrong:
+        raise InvalidArgumentError(f"{' and '.join(wrong)}, but must be a whole number from 0 to 2**64 - 1.")
+
+
+def _is_countable(number: object) -> bool:
+    return not isinstance(number, bool) and isinstance(number, Integral) and 0 <= int(number) < _NUMBERS

@@ -17,7 +17,7 @@ from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError
 from flexcomm.gossip.mix import MessageHeader, MixContext, mix_bucket
 from flexcomm.gossip.plan import MixSettings, plan_for, round_of
-from flexcomm.stats import SyncRecord
+from flexcomm.stats import SyncRecord, Timed
 from flexcomm.sync.engine import BucketTask
 from flexcomm.world import default_world
 
@@ -222,7 +222,7 @@ class MixHandle(Generic[T]):
     def wait_received(self) -> None:
         """Return when all messages were received and the inputs are no longer read. Outputs are written by `wait`."""
         task, threads = self._task, self._task.ctx.plan.threads
-        with task.ctx.record.time("waiting"):
+        with Timed(task.ctx.record, "waiting"):
             task.wait_done()
         if task.failure is not None:
             self._unclaim()

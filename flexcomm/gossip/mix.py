@@ -17,6 +17,7 @@ import torch
 
 from flexcomm.codec import Decoder, Encoder, regions_of
 from flexcomm.errors import ConfigMismatchError, FlexcommError, NonFiniteError, SyncError
+from flexcomm.stats import Timed
 from flexcomm.sync.algorithms import Collective
 from flexcomm.sync.bucket import VERIFIED
 from flexcomm.sync.plan import sum_dtype
@@ -199,7 +200,7 @@ def mix_compressed(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps
         for number, peer in enumerate(round_.receives_from)
     ]
     push_weights = yield from send_recv_messages(ctx, sends, receives)
-    with ctx.record.time("decode"):
+    with Timed(ctx.record, "decode"):
         # The own payload is decoded, too: peers know what was sent, not what was meant.
         _decode(ctx, plan, payload, ctx.node, change)
         torch.add(state.public, change, out=after.public)
@@ -217,7 +218,7 @@ def mix_compressed(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps
 def _encode(ctx: MixContext, plan: BufferPlan, change: Tensor) -> Tensor:
     """Return the payload; if ``change`` is nonfinite, it is marked so, and all receivers raise."""
     encoder = Encoder(plan, ctx.buffer("payload", plan.nbytes, torch.uint8), ctx.plan.kernels)
-    with ctx.record.time("encode"):
+    with Timed(ctx.record, "encode"):
         encoder.encode_(_split(change, plan), step=ctx.header.step, sequence=ctx.header.sequence)
     return encoder.buffer
 

@@ -247,13 +247,12 @@ class BufferPlan:
         return Header(self.digest, step, sequence, self.entries)
 
     def sample_keys(self, step: int) -> list[SampleKey]:
-        """Return each tensor's key of a step; nothing, if no selection needs one."""
-        if not self._has_keys:
-            return []
+        """Return each tensor's key of a step."""
         return [plan.sample_key(step, spec.name) for plan, spec in zip(self.plans, self.specs, strict=True)]
 
     @cached_property
-    def _has_keys(self) -> bool:
+    def has_keys(self) -> bool:
+        """Whether a selection depends on the step."""
         return any(plan.selection.rule.sample_key is not None for plan in self.plans)
 
 

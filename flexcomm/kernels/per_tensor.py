@@ -20,7 +20,6 @@ from flexcomm.kernels.layout import (
     aligned,
     plan_layout,
 )
-from flexcomm.kernels.plan import NO_SAMPLE_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,7 +160,7 @@ class TensorLoopEncoder:
         for number, x in enumerate(tensors):
             if not kernels.is_finite(x):
                 return Status(Problem.NONFINITE, tensor=number)
-        position, entries, keys = HEADER_NWORDS, 0, _keys_of(plan, step)
+        position, entries, keys = HEADER_NWORDS, 0, plan.sample_keys(step)
         for number, (one, x) in enumerate(zip(plan.plans, tensors, strict=True)):
             state = TensorState(None, None, update)
             if states is not None and states_out is not None:
@@ -183,10 +182,6 @@ class TensorLoopEncoder:
         _write_header_(self._words, header.pack((end - HEADER_NWORDS) * WORD_NBYTES))
         checksum = self._kernels.checksum(self._words[:end])
         self._words[CHECKSUM_WORD] = checksum - (checksum >> 31 << 32)
-
-
-def _keys_of(plan: BufferPlan, step: int) -> list[SampleKey]:
-    return plan.sample_keys(step) or [NO_SAMPLE_KEY] * len(plan.plans)
 
 
 def _write_header_(words: Tensor, octets: bytes) -> None:
@@ -238,7 +233,7 @@ class TensorLoopDecoder:
         return 0
 
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
-        plan, keys = self._decoded_as, _keys_of(self._decoded_as, step)
+        plan, keys = self._decoded_as, self._decoded_as.sample_keys(step)
         for number, (one, out) in enumerate(zip(plan.plans, outputs, strict=True)):
             payloads = [of_sender[number] for of_sender in self.payloads]
             self._kernels.decode_tensor_(self._words, payloads, one, keys[number], average, out)

@@ -21,6 +21,7 @@ from flexcomm.codec import Decoder, Encoder, regions_of
 from flexcomm.errors import ConfigMismatchError, WireError
 from flexcomm.kernels import Selection, TensorPlan, ValueCode
 from flexcomm.kernels.layout import HEADER_NBYTES
+from flexcomm.stats import Timed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +110,7 @@ def encode_(
     states_out: Sequence[Tensor] | None,
 ) -> None:
     """Fill the encoder's buffer, or mark it where values are nonfinite."""
-    with ctx.record.time("encode"):
+    with Timed(ctx.record, "encode"):
         if ctx.nonfinite:
             encoder.mark_nonfinite_(step=ctx.step, sequence=ctx.sequence)
         else:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, WireError
+from flexcomm.stats import Timed
 from flexcomm.sync.algorithms import Collective, GatheredPayloads, decoder_for, gather, gatherv, reduce
 from flexcomm.sync.plan import sum_dtype
 from flexcomm.sync.two_phase import two_phase
@@ -105,7 +106,7 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
     ctx.nonfinite_senders = average.verify(ctx)
     # The call resumes all of its buckets, or none: a bucket that fails leaves every output as it was.
     yield VERIFIED
-    with ctx.record.time("decode"):
+    with Timed(ctx.record, "decode"):
         average.write_outputs(ctx)
 
 
@@ -267,7 +268,7 @@ def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElemen
         if ctx.nonfinite_senders:
             status = _NONFINITE
         else:
-            with ctx.record.time("decode"):
+            with Timed(ctx.record, "decode"):
                 received.decode_(ctx, elements.own)
     except FlexcommError as error:
         failure, status = error, _DISAGREED if isinstance(error, ConfigMismatchError) else _FAILED
@@ -300,7 +301,7 @@ _DISAGREEMENTS = ("version", "plan hash", "step", "sequence")
 
 def _verify(ctx: BucketContext, received: Received) -> list[str]:
     try:
-        with ctx.record.time("decode"):
+        with Timed(ctx.record, "decode"):
             return received.verify(ctx)
     except WireError as error:
         if error.field not in _DISAGREEMENTS:

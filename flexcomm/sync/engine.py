@@ -21,7 +21,7 @@ from flexcomm.bootstrap.hang_report import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
 from flexcomm.kernels import LARGEST_MAGNITUDE, StateUpdate
-from flexcomm.stats import SyncRecord
+from flexcomm.stats import SyncRecord, Timed
 from flexcomm.sync.algorithms import LEGS, LEVELS
 from flexcomm.sync.bucket import VERIFIED, BucketContext, sync_bucket
 from flexcomm.sync.workers import CommThreads
@@ -204,7 +204,7 @@ class BucketTask(Generic[C]):
         """Wait for the collective under way in the caller's thread and start the next; return whether there is one."""
         if self.is_done:
             return False
-        with self.ctx.record.time("waiting"):
+        with Timed(self.ctx.record, "waiting"):
             result = self.wait()
         self.resume(result)
         if self._collective is None:

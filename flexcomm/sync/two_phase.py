@@ -16,6 +16,7 @@ from flexcomm.codec import Decoder, Encoder, assemble_buffer
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import WireError
 from flexcomm.kernels import BufferPlan, Selection, TensorPlan, ValueCode
+from flexcomm.stats import Timed
 from flexcomm.sync.algorithms import Collective, FailedExchange, Steps, decoder_for, encode_
 from flexcomm.sync.shards import TensorShard, shard_tensor
 
@@ -182,7 +183,7 @@ def _average_own_part(ctx: BucketContext, phases: _Phases) -> WireError | None:
     error is returned.
     """
     failure, nonfinite = None, []
-    with ctx.record.time("decode"):
+    with Timed(ctx.record, "decode"):
         try:
             nonfinite = phases.decoder.verify(step=ctx.step, sequence=ctx.sequence)
         except WireError as error:
@@ -193,6 +194,6 @@ def _average_own_part(ctx: BucketContext, phases: _Phases) -> WireError | None:
     if ctx.nonfinite:
         phases.averages_encoder.mark_nonfinite_(step=ctx.step, sequence=ctx.sequence)
     else:
-        with ctx.record.time("encode"):
+        with Timed(ctx.record, "encode"):
             ctx.nonfinite = phases.averages_encoder.encode_(phases.coefficients, step=ctx.step, sequence=ctx.sequence)
     return failure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from flexcomm.errors import DeadlineExceededError, InvalidArgumentError
 
@@ -187,7 +187,7 @@ class Operation(Generic[T]):
             self._result = self._deliver()
             self._deliver = None
             self._holds = None
-        return cast("T", self._result)  # set above, and `None` is the result of a barrier
+        return self._result  # type: ignore[return-value]  # set above, and `None` is the result of a barrier
 
     def done(self) -> bool:
         return self._deliver is None or self._request.done()

@@ -291,7 +291,11 @@ def test_the_digest_covers_all_sources_that_are_compiled() -> None:
 def imports_of(source: Path) -> set[Path]:
     """Which modules of flexcomm.kernels a module imports, seen from there."""
     prefix = "flexcomm.kernels."
-    modules = [node.module for node in ast.parse(source.read_text()).body if isinstance(node, ast.ImportFrom)]
+    modules = []
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            is_package = node.module == "flexcomm.kernels.cpu"
+            modules += [f"{node.module}.{name.name}" for name in node.names] if is_package else [node.module]
     return {Path(f"{name.removeprefix(prefix).replace('.', '/')}.py") for name in modules if name.startswith(prefix)}
 
 

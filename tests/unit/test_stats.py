@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from flexcomm.stats import StatsHistory, SyncRecord
+from flexcomm.stats import StatsHistory, SyncRecord, Timed
 
 
 def record(factor: int) -> SyncRecord:
@@ -34,7 +34,7 @@ def test_seconds_are_added_to_their_phase_also_when_the_block_raises() -> None:
     one = SyncRecord()
     one.add_seconds("encode", 1.5)
     one.add_seconds("encode", 0.5)
-    with pytest.raises(KeyError), one.time("decode"):
+    with pytest.raises(KeyError), Timed(one, "decode"):
         raise KeyError
     assert one.encode_s == 2.0
     assert one.decode_s > 0.0

@@ -63,19 +63,14 @@ class Group:
     """The lists whose addresses are in the jobs."""
     gain: float = float("nan")
 
-    @property
-    def numel(self) -> int:
-        """Elements of all tensors."""
-        return self.chunks * self.plan.chunk_numel
-
-    @property
-    def memory_numel(self) -> int:
-        """Integers that the loops need as scratch memory."""
-        return 2 * self.plan.chunk_numel + 4 * WINDOW
+    def __post_init__(self) -> None:
+        self.numel = self.chunks * self.plan.chunk_numel
+        self.tops = max(int(self.job[t.BINS]), BINS)
+        self.memory_numel = max(2 * self.plan.chunk_numel + 4 * WINDOW, 3 * LENGTH * LENGTH)
 
     def set_inputs(self, tensors: Sequence[Tensor], gain: float, keys: Sequence[SampleKey]) -> None:
         """Fill in where tensors are, what their coefficients are multiplied by, and the keys of a step."""
-        self.set_addresses(t.X, tensors)
+        self.table[:, t.X] = [tensors[number].data_ptr() for number in self.numbers]
         if gain != self.gain:
             self.table[:, t.FACTOR], self.gain = int(np.float32(self.plan.scale(gain)).view(np.uint32)), gain
         if keys:

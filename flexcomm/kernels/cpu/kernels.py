@@ -19,7 +19,7 @@ from flexcomm.kernels.counting import BINS as HISTOGRAM_BINS
 from flexcomm.kernels.counting import entries_before, fill_up, raise_threshold, threshold_bits
 from flexcomm.kernels.cpu import checks, indices, selection, transform, values
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu.codelets import BINS, LENGTH
+from flexcomm.kernels.cpu.codelets import LENGTH
 from flexcomm.kernels.cpu.groups import Group, plan_groups
 from flexcomm.kernels.cpu.mixing import mixer_of
 from flexcomm.kernels.layout import HEADER_NWORDS, NONFINITE, WORD_NBYTES, Header, IndexCode, aligned, plan_layout
@@ -67,7 +67,7 @@ class CpuKernels:
     ) -> Tensor:
         terms = [term for term in zip((x, *others), (self_weight, *weights), strict=True) if term[1] != 0.0]
         shares = share(x.numel(), x.numel(), self._threads, multiple=_LINE)
-        return torch.tensor(sum(run(shares, mixer_of(x, terms, out))), dtype=torch.float64)
+        return torch.tensor(sum(run_shares(shares, mixer_of(x, terms, out))), dtype=torch.float64)
 
 
 _LINE = 32
@@ -81,9 +81,9 @@ class CpuEncoder:
         self._plan, self._threads = plan, threads
         self._words = words.numpy().view(np.uint32)
         self._groups = plan_groups(plan, plan)
+        self._has_doubles = any(spec.dtype is torch.float64 for spec in plan.specs)
         for group in self._groups:
             group.job[t.WORDS], group.job[t.NWORDS] = self._words.ctypes.data, self._words.size
-            group.job[t.ORIGINS] = group.job[t.PICK_ORIGINS] = 0
 
     def encode_(
         self,
@@ -95,11 +95,11 @@ class CpuEncoder:
         step: int,
         sequence: int,
     ) -> int:
-        plan, keys = self._plan, self._plan.sample_keys(step)
+        plan, keys = self._plan, self._plan.sample_keys(step) if self._plan.has_keys else []
         inputs = [x if x.dtype is torch.float32 and x.is_contiguous() else _as_floats(x) for x in tensors]
         # Found before anything is written: a state that is updated in place could not be restored. And what is finite
         # as a float64 may not be so as a float32.
-        is_checked = (states is not None and states is states_out) or any(x.dtype is torch.float64 for x in tensors)
+        is_checked = (states is not None and states is states_out) or self._has_doubles
         if is_checked and (problem := _first_nonfinite(tensors)).word:
             self.mark_nonfinite_(step=step, sequence=sequence)
             return problem.word
@@ -119,7 +119,7 @@ class CpuEncoder:
             entries, nwords, problems = self._encode_variable_()
         for group in self._groups:
             if not group.plan.is_variable:
-                for found in run(share(len(group.blocks), group.numel, self._threads), partial(_encode_blocks, group)):
+                for found in run(group, self._threads, partial(_encode_blocks, group)):
                     problems += found
         if problems:
             self.mark_nonfinite_(step=step, sequence=sequence)
@@ -161,13 +161,10 @@ def _encode_blocks(group: Group, begin: int, end: int) -> Problems:
     problems: Problems = []
     table, k, most = group.table, group.plan.k, group.block_chunks
     numel = 0 if table[0, t.STATE_OUT] else most * group.plan.chunk_numel
-    scratch = _scratch.get(
-        numel, group.tile_numel, most * max(int(group.job[t.BINS]), BINS), group.memory_numel, most * k
-    )
-    job, origins = scratch.job_of(group.job), np.zeros(1, np.int64)
-    job[t.ORIGINS] = job[t.PICK_ORIGINS] = origins.ctypes.data
+    scratch = _scratch.get(numel, group.tile_numel, most * group.tops, group.memory_numel, most * k, 1)
+    job = scratch.start(group.job)
     for first, last in group.blocks[begin:end]:
-        job[t.FIRST], job[t.LAST], origins[0] = first, last, first * k
+        job[t.FIRST], job[t.LAST], scratch.origins[0] = first, last, first * k
         nonfinite = group.accumulate(table, job)
         if nonfinite:
             problems.append((Problem.NONFINITE, group.numbers[nonfinite - 1]))
@@ -213,7 +210,7 @@ class _Variable:
         group, plan = self._group, self._group.plan
 
         def accumulate(begin: int, end: int) -> bool:
-            job = _scratch.get(0, group.tile_numel, group.block_chunks * BINS, 0, 0).job_of(group.job)
+            job = _scratch.get(0, group.tile_numel, group.block_chunks * group.tops, 0, 0, 1).start(group.job)
             wrong = False
             for job[t.FIRST], job[t.LAST] in group.blocks[begin:end]:
                 wrong |= bool(group.accumulate(group.table, job))
@@ -225,7 +222,7 @@ class _Variable:
                 selection.count_reaching(group.table, group.job, bound, counts)
             return torch.from_numpy(counts)
 
-        if any(run(share(len(group.blocks), group.numel, threads), accumulate)):
+        if any(run(group, threads, accumulate)):
             return [(Problem.NONFINITE, group.numbers[0])]
         tau_bits = threshold_bits(plan.tau)
         counts = count(tau_bits)
@@ -244,9 +241,9 @@ class _Variable:
         # The counts come first, right before the indices.
         begin = int(group.table[0, t.INDICES]) - -(-group.chunks * width // 32)
         indices.write_counts(words[begin:], np.diff(self._before), width)
-        job, zero = _scratch.get(0, group.tile_numel, 0, group.memory_numel, self.entries).job_of(group.job), _zeros(1)
+        scratch = _scratch.get(0, group.tile_numel, 0, group.memory_numel, self.entries, 1)
+        job, scratch.origins[0] = scratch.start(group.job), 0
         job[t.FIRST], job[t.LAST], job[t.BEFORE] = 0, group.chunks, self._before.ctypes.data
-        job[t.ORIGINS] = job[t.PICK_ORIGINS] = zero.ctypes.data
         selection.pick_above(group.table, job)
         return _put(group, job)
 
@@ -270,7 +267,7 @@ class CpuDecoder:
 
     def verify(self, *, step: int, sequence: int) -> int:
         plan = self._plan
-        expected = plan.header(step, sequence)._replace(entries=max(plan.entries, 0))
+        expected = Header(plan.digest, step, sequence, max(plan.entries, 0))
         header = np.frombuffer(expected.pack(0), np.uint32)
         found = int(checks.check_headers(self._words, self._regions, header, int(plan.is_variable)))
         if found:
@@ -286,14 +283,13 @@ class CpuDecoder:
         return 0
 
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
-        keys = self._decoded_as.sample_keys(step)
+        keys = self._decoded_as.sample_keys(step) if self._decoded_as.has_keys else []
         filled = [
             out if out.dtype is torch.float32 and out.is_contiguous() else torch.empty(out.shape) for out in outputs
         ]
         for group, received in zip(self._groups, self._received, strict=True):
             group.set_inputs(filled, 1.0, keys)
-            decode = partial(received.decode_blocks_, average == "contributors")
-            run(share(len(group.blocks), group.numel, self._threads), decode)
+            run(group, self._threads, partial(received.decode_blocks_, average == "contributors"))
         for out, here in zip(outputs, filled, strict=True):
             if here is not out:
                 out.copy_(here)
@@ -383,20 +379,20 @@ class _Received:
         group, senders = self.group, len(self._starts)
         room = group.block_chunks * min(group.plan.k, group.plan.chunk_numel)
         is_drawn = self._is_shared and group.selection is not Selection.EVERYTHING
-        scratch = _scratch.get(senders * room, max(group.tile_numel, 1), 0, max(group.memory_numel, 3 * _SQUARE), room)
-        job, origins = group.inverse_job.copy(), np.empty(senders, np.int64)
-        job[t.TILES], job[t.MEMORY] = scratch.tiles.ctypes.data, scratch.memory.ctypes.data
-        job[t.SENT], job[t.SENT_PITCH], job[t.ORIGINS] = scratch.coefs.ctypes.data, room, origins.ctypes.data
-        job[t.COUNTED] = int(counted and not self._is_shared)
+        scratch = _scratch.get(senders * room, group.tile_numel, 0, group.memory_numel, room, senders)
+        job, origins, picks = scratch.start(group.inverse_job), scratch.origins, group.inverse_job[_PICKS]
+        job[t.SENT], job[t.SENT_PITCH], job[t.COUNTED] = job[t.COEFS], room, int(counted and not self._is_shared)
         if is_drawn:
-            job[t.PICKS], job[t.PICK_PITCH] = scratch.picks.ctypes.data, 0
-            job[t.PICK_ORIGINS] = origins.ctypes.data
+            job[t.PICK_PITCH] = 0
+        else:
+            job[_PICKS] = picks
         for first, last in group.blocks[begin:end]:
             job[t.FIRST], job[t.LAST] = first, last
             origins[:] = self._before[:, first] if group.plan.is_variable else first * group.plan.k
             for sender, table in enumerate(self._tables):
-                own = self._job_of(sender, job)
-                own[t.SENT], own[t.ORIGINS] = job[t.SENT] + 4 * sender * room, job[t.ORIGINS] + 8 * sender
+                own = self._job_of(sender, job) if senders > 1 else job
+                own[t.BUFFER], own[t.SENT] = self._starts[sender], job[t.SENT] + 4 * sender * room
+                own[t.ORIGINS] = job[t.ORIGINS] + 8 * sender
                 values.get_values(table, own)
             if is_drawn:
                 _PICK_SHARED[group.selection](group.table, job)
@@ -428,22 +424,27 @@ def _write_header(words: NDArray[np.uint32], header: Header, nwords: int) -> Non
 
 
 class Scratch:
-    """Memory that loops work in."""
+    """Memory that loops work in, and a job that says where it is; ``origins`` are the first entries of a block."""
 
-    def __init__(self, coefs: int, tiles: int, tops: int, memory: int, picks: int) -> None:
+    def __init__(self, coefs: int, tiles: int, tops: int, memory: int, picks: int, senders: int) -> None:
+        floats, ints = (coefs, tiles), (tops, memory, picks)
         # Torch's memory begins at a line of cache, numpy's need not. Not as inference tensors: it is used again.
         with torch.inference_mode(False):
-            self.coefs, self.tiles = torch.empty(coefs).numpy(), torch.empty(tiles).numpy()
-            self.tops, self.memory, self.picks = (
-                torch.empty(numel, dtype=torch.int32).numpy() for numel in (tops, memory, picks)
-            )
+            self._held = [torch.empty(numel) for numel in floats]
+            self._held += [torch.empty(numel, dtype=torch.int32) for numel in ints]
+            self.origins = torch.zeros(senders, dtype=torch.int64).numpy()
+        self._addresses = np.array([one.data_ptr() for one in self._held] + [self.origins.ctypes.data] * 2, np.int64)
+        self._job = np.empty(len(t.JOB), np.int64)
 
-    def job_of(self, job: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a copy of a job that uses this memory."""
-        own = job.copy()
-        own[t.COEFS], own[t.TILES], own[t.TOPS] = (one.ctypes.data for one in (self.coefs, self.tiles, self.tops))
-        own[t.MEMORY], own[t.PICKS] = self.memory.ctypes.data, self.picks.ctypes.data
-        return own
+    def start(self, job: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a job that uses this memory; the one before is over."""
+        self._job[:] = job
+        self._job[_SCRATCH] = self._addresses
+        return self._job
+
+
+_SCRATCH = np.array([t.COEFS, t.TILES, t.TOPS, t.MEMORY, t.PICKS, t.ORIGINS, t.PICK_ORIGINS])
+_PICKS = np.array([t.PICKS, t.PICK_PITCH, t.PICK_ORIGINS])
 
 
 class _ScratchOfThread(threading.local):
@@ -469,7 +470,14 @@ def share(count: int, work: int, threads: int | None, multiple: int = 1) -> list
     return [(first, min(first + length, count)) for first in range(0, count, length)]
 
 
-def run(shares: list[tuple[int, int]], work: Callable[[int, int], T]) -> list[T]:
+def run(group: Group, threads: int | None, work: Callable[[int, int], T]) -> list[T]:
+    """Work on the blocks of a group, by several threads if it is worth it; the answers in order."""
+    if len(group.blocks) < 2:
+        return [work(0, len(group.blocks))]
+    return run_shares(share(len(group.blocks), group.numel, threads), work)
+
+
+def run_shares(shares: list[tuple[int, int]], work: Callable[[int, int], T]) -> list[T]:
     """Do the shares, the first one here; the answers in order."""
     if len(shares) == 1:
         return [work(*shares[0])]
