@@ -40,6 +40,8 @@ from flexcomm.kernels import Average, TensorPlan
 from flexcomm.sync import (
     BUCKET_BYTES,
     AlgorithmOption,
+    BucketCodec,
+    BucketCompressor,
     NonFinitePolicy,
     Residuals,
     SyncHandle,
@@ -64,6 +66,8 @@ __all__ = [
     "BUCKET_BYTES",
     "AlgorithmOption",
     "Average",
+    "BucketCodec",
+    "BucketCompressor",
     "Compressor",
     "CompressorError",
     "ConfigMismatchError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 from flexcomm.codec.encode import check_numbers, check_tensors
-from flexcomm.codec.wire import check_region, explain, read_header, to_words
+from flexcomm.codec.wire import check_region, header_error, payload_error, read_header, to_words
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
 from flexcomm.kernels import Average, Kernels, Problem, Region, Status
 from flexcomm.kernels.layout import ALIGNMENT, NONFINITE, WORD_NBYTES
@@ -73,9 +73,11 @@ class Decoder:
         if word == 0:
             return []
         status = Status.of(word)
+        region = self._regions[status.sender]
+        if status.problem is Problem.HEADER:
+            raise header_error(self._words, region, self._plan.header(step, sequence))
         if status.problem is not Problem.NONFINITE:
-            region, expected = self._regions[status.sender], self._plan.header(step, sequence)
-            raise explain(status, self._plan, self._words, region, expected)
+            raise payload_error(status.problem, self._plan.specs[status.tensor].name, region)
         return [region.sender for region in self._regions if read_header(self._words, region).flags == NONFINITE]
 
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:

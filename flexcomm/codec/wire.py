@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flexcomm.kernels import BufferPlan, Region, Status
+    from flexcomm.kernels import BufferPlan, Region
     from flexcomm.kernels.layout import Header
 
-__all__ = ["check_region", "explain", "read_header", "to_words"]
+__all__ = ["check_region", "header_error", "payload_error", "read_header", "to_words"]
 
 _ENCODED_WRONG = (
     "The checksum fits, so it was sent like that: run flexcomm.testing.check_kernels there, or look at its memory."
@@ -89,13 +89,14 @@ def read_header(words: Tensor, region: Region) -> RawHeader:
     return RawHeader.unpack(words[region.start : region.start + HEADER_NWORDS].cpu().numpy().tobytes())
 
 
-def explain(status: Status, plan: BufferPlan, words: Tensor, region: Region, expected: Header) -> WireError:
-    """Return the error that a status of ``verify`` stands for; ``region`` is that of the status's sender."""
-    if status.problem is not Problem.HEADER:
-        field, problem = _PAYLOAD_PROBLEMS[status.problem]
-        return WireError(
-            region.sender, field, f"{problem.format(name=plan.specs[status.tensor].name)}. {_ENCODED_WRONG}"
-        )
+def payload_error(problem: Problem, name: str, region: Region) -> WireError:
+    """Return the error of a problem that ``verify`` found in a sender's payload of a tensor."""
+    field, text = _PAYLOAD_PROBLEMS[problem]
+    return WireError(region.sender, field, f"{text.format(name=name)}. {_ENCODED_WRONG}")
+
+
+def header_error(words: Tensor, region: Region, expected: Header) -> WireError:
+    """Return the error of a sender whose header is not the expected one, or whose checksum does not fit."""
     received = read_header(words, region)
     checksum = checksum_of(words[region.start : region.end].cpu().numpy())
     field, problem = next(_header_problems(received, expected, region.nwords * WORD_NBYTES - HEADER_NBYTES, checksum))

@@ -14,6 +14,7 @@ from flexcomm.sync.api import (
     start_planned,
     start_sync,
 )
+from flexcomm.sync.bucket_codec import BucketCodec, BucketCompressor
 from flexcomm.sync.plan import Algorithm, AlgorithmOption, NonFinitePolicy, SyncPlan, choose_algorithms, fill_buckets
 from flexcomm.sync.residuals import Residuals
 from flexcomm.sync.shards import TensorShard, shard_tensor
@@ -22,6 +23,8 @@ __all__ = [
     "BUCKET_BYTES",
     "Algorithm",
     "AlgorithmOption",
+    "BucketCodec",
+    "BucketCompressor",
     "NonFinitePolicy",
     "Residuals",
     "SyncHandle",

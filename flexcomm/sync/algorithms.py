@@ -43,6 +43,7 @@ __all__ = [
     "can_reduce",
     "decoder_for",
     "dense_plan",
+    "digest_bits",
     "encode_",
     "gather",
     "gatherv",
@@ -199,7 +200,7 @@ class ReducedValues:
     nonfinite: Tensor
 
     def verify(self, ctx: BucketContext) -> list[str]:
-        if not torch.equal(self.digest, (_digest_bits(ctx) * ctx.nodes).to(self.digest)):
+        if not torch.equal(self.digest, (digest_bits(ctx) * ctx.nodes).to(self.digest)):
             raise ConfigMismatchError(
                 "nodes disagree on what they add up: their tensors, compressor, step or order of calls differ. Nothing "
                 "was changed. Make them equal on every rank."
@@ -222,7 +223,7 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     """
     reduced = ctx.buffers.get("reduced", lambda: _make_reduced(ctx))
     encode_(ctx, reduced.encoder, shard, ctx.states, ctx.states_out)
-    reduced.digest.copy_(_digest_bits(ctx))
+    reduced.digest.copy_(digest_bits(ctx))
     reduced.nonfinite.fill_(bool(ctx.nonfinite))
     ctx.record.payload_bytes += reduced.values.nbytes
     moved = 2 * reduced.values.nbytes * (ctx.nodes - 1) // ctx.nodes
@@ -245,8 +246,9 @@ def _make_reduced(ctx: BucketContext) -> ReducedValues:
     )
 
 
-def _digest_bits(ctx: BucketContext) -> Tensor:
-    digest = hash((ctx.buffer_plan.digest, ctx.step, ctx.sequence))  # integers hash alike in every process
+def digest_bits(ctx: BucketContext) -> Tensor:
+    """Return what all nodes must have in common as 64 zeros and ones, which sums can be compared with."""
+    digest = hash((ctx.plan.digests[ctx.rank], ctx.step, ctx.sequence))  # integers hash alike in every process
     octets = np.frombuffer(digest.to_bytes(_DIGEST_BITS // 8, "little", signed=True), np.uint8)
     return torch.from_numpy(np.unpackbits(octets, bitorder="little").astype(np.float32))
 

@@ -17,6 +17,7 @@ import torch
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, WireError
 from flexcomm.stats import Timed
 from flexcomm.sync.algorithms import Collective, GatheredPayloads, decoder_for, gather, gatherv, reduce
+from flexcomm.sync.bucket_codec import exchange_by_codec
 from flexcomm.sync.plan import sum_dtype
 from flexcomm.sync.two_phase import two_phase
 
@@ -40,6 +41,7 @@ ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Receiv
     "reduce": reduce,
     "two_phase": two_phase,
     "dense": reduce,
+    "codec": exchange_by_codec,
 }
 
 
@@ -291,7 +293,7 @@ def _make_node_elements(ctx: BucketContext) -> NodeElements:
 def _status_digest(ctx: BucketContext) -> list[float]:
     """Return what all ranks of a node must have in common, as numbers small enough for any dtype."""
     # Integers hash alike in every process.
-    digest = hash((*(plan.digest for plan in ctx.plan.buffers), ctx.step, ctx.sequence))
+    digest = hash((*ctx.plan.digests, ctx.step, ctx.sequence))
     return [float(byte) for byte in digest.to_bytes(_STATUS_NUMEL - 1, "little", signed=True)]
 
 

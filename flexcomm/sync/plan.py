@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -14,6 +14,7 @@ from flexcomm.codec import assemble_buffer, plan_tensor
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels import Average, BufferPlan, Kernels, choose_kernels
 from flexcomm.sync.algorithms import can_reduce, dense_plan
+from flexcomm.sync.bucket_codec import BucketCompressor, rank_of, uncut_shard
 from flexcomm.sync.buffers import BufferPool
 from flexcomm.sync.shards import TensorShard, shard_tensor
 from flexcomm.sync.two_phase import can_take_two_phases, plan_two_phase
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flexcomm.compress import Compressor, TensorSpec
+    from flexcomm.sync.bucket_codec import BucketCodec
 
 __all__ = [
     "Algorithm",
@@ -38,8 +40,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-Algorithm = Literal["gather", "gatherv", "reduce", "two_phase", "dense"]
-AlgorithmOption = Literal["auto", "gather", "gatherv", "reduce", "two_phase", "dense"]
+Algorithm = Literal["gather", "gatherv", "reduce", "two_phase", "dense", "codec"]
+AlgorithmOption = Literal["auto", "gather", "gatherv", "reduce", "two_phase", "dense", "codec"]
 NonFinitePolicy = Literal["raise", "skip", "zero"]
 
 
@@ -102,6 +104,13 @@ class BucketPlan:
     algorithm: Algorithm
     gathers_payloads: bool
     sent_bytes: tuple[tuple[Algorithm, float], ...]
+    codecs: tuple[BucketCodec, ...] = ()
+    """Those of a compressor that is no pipeline, by rank: then there are no buffer plans."""
+
+    @cached_property
+    def digests(self) -> tuple[int, ...]:
+        """Numbers that differ wherever what is sent would be read differently, by rank."""
+        return tuple(one.digest for one in self.codecs or self.buffers)
 
     @property
     def longest(self) -> int:
@@ -191,6 +200,12 @@ def choose_algorithms(
 
     """
     dtypes = dict.fromkeys(spec.dtype for spec in specs)
+    if isinstance(compressor, BucketCompressor):
+        if algorithm not in ("auto", "codec"):
+            raise InvalidArgumentError(
+                f"algorithm {algorithm!r} cannot carry {compressor}, which has a codec: use auto."
+            )
+        return {dtype: ChosenAlgorithm("codec", {}) for dtype in dtypes}
     return {
         dtype: _choose_algorithm(tuple(spec for spec in specs if spec.dtype == dtype), compressor, nodes, algorithm)
         for dtype in dtypes
@@ -297,6 +312,8 @@ def _plan_bucket(
     ranks: int,
 ) -> BucketPlan:
     specs = tuple(settings.specs[number] for number in tensors)
+    if algorithm == "codec":
+        return _plan_codec_bucket(settings.compressor, tensors, specs, ranks)
     plans = [plan_tensor(spec, settings.compressor) for spec in specs]
     if algorithm == "dense":
         plans = [dense_plan(plan, spec.dtype) for spec, plan in zip(specs, plans, strict=True)]
@@ -321,6 +338,29 @@ def _plan_bucket(
         algorithm,
         algorithm == "gather" and nodes * max(plan.nbytes for plan in buffers) < dense_nbytes,
         tuple(sent.items()),
+    )
+
+
+def _plan_codec_bucket(
+    compressor: Any, tensors: tuple[int, ...], specs: tuple[TensorSpec, ...], ranks: int
+) -> BucketPlan:
+    """Return a bucket of whole tensors, each of which one rank of a node works on, by the compressor's own codec."""
+    summed = specs if ranks == 1 else tuple(spec._replace(dtype=sum_dtype(spec.dtype)) for spec in specs)
+    by_rank = [
+        [(number, spec) for number, spec in zip(tensors, summed, strict=True) if rank_of(spec, ranks) == rank]
+        for rank in range(ranks)
+    ]
+    codecs = tuple(compressor.bucket_codec(tuple(spec for _, spec in own)) for own in by_rank)
+    return BucketPlan(
+        tensors,
+        specs[0].dtype,
+        tuple(tuple(uncut_shard(spec, codec) for _, spec in own) for own, codec in zip(by_rank, codecs, strict=True)),
+        tuple(tuple(number for number, _ in own) for own in by_rank),
+        (),
+        "codec",
+        False,
+        (),
+        codecs,
     )
 
 

@@ -13,7 +13,7 @@ from flexcomm.kernels.counting import threshold_bits
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu import transform
 from flexcomm.kernels.cpu.codelets import BINS, LANES, LENGTH, WINDOW
-from flexcomm.kernels.cpu.selection import bins_for
+from flexcomm.kernels.cpu.selection import SELECTIONS, bins_for
 from flexcomm.kernels.cpu.values import CODES
 from flexcomm.kernels.layout import IndexCode
 from flexcomm.kernels.plan import Selection, check_implemented
@@ -35,7 +35,6 @@ BLOCK_NUMEL = 1 << 17
 """Elements that are worked on at a time, stage by stage: with their states, they stay in a core's second cache."""
 _CHUNKS_PER_WORD = 32
 """So many chunks end at a word, whatever their number of bits: blocks that begin there share no word."""
-_SELECTIONS = (Selection.EVERYTHING, Selection.LARGEST, Selection.ABOVE, Selection.SHUFFLED, Selection.STRIDED)
 
 
 @dataclass
@@ -95,7 +94,7 @@ def plan_groups(plan: BufferPlan, shown_as: BufferPlan) -> list[Group]:
     """Return the groups of a bucket; ``shown_as`` says how its tensors lie in memory."""
     numbers: dict[Any, list[int]] = {}
     for number, (one, layout) in enumerate(zip(shown_as.plans, plan.layouts, strict=True)):
-        check_implemented("cpu", one, _SELECTIONS, CODES)
+        check_implemented("cpu", one, SELECTIONS, CODES)
         alike = (one.chunk_rows, one.chunk_cols, one.transformed, one.selection, one.k, one.values, layout.code)
         numbers.setdefault((number,) if one.is_variable else alike, []).append(number)
     return [_make_group(plan, shown_as, own) for own in numbers.values()]

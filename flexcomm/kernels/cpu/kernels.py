@@ -153,7 +153,6 @@ class CpuEncoder:
 
 Problems = list[tuple[Problem, int]]
 """What is wrong, and with which tensor."""
-_PICK_SHARED = {Selection.SHUFFLED: selection.pick_shuffled, Selection.STRIDED: selection.pick_strided}
 
 
 def _encode_blocks(group: Group, begin: int, end: int) -> Problems:
@@ -169,10 +168,8 @@ def _encode_blocks(group: Group, begin: int, end: int) -> Problems:
         if nonfinite:
             problems.append((Problem.NONFINITE, group.numbers[nonfinite - 1]))
             continue
-        if group.selection is Selection.LARGEST:
-            selection.pick_largest(table, job)
-        elif group.selection is not Selection.EVERYTHING:
-            _PICK_SHARED[group.selection](table, job)
+        if group.selection is not Selection.EVERYTHING:
+            selection.PICKERS[group.selection](table, job)
         problems += _put(group, job)
     return problems
 
@@ -395,7 +392,7 @@ class _Received:
                 own[t.ORIGINS] = job[t.ORIGINS] + 8 * sender
                 values.get_values(table, own)
             if is_drawn:
-                _PICK_SHARED[group.selection](group.table, job)
+                selection.PICKERS[group.selection](group.table, job)
             group.restore(group.table, job)
 
 

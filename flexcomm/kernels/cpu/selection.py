@@ -11,11 +11,16 @@ from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.codelets import WINDOW, count_bits, lowest_bit, reaching
 from flexcomm.kernels.cpu.compiler import compiled, kept
 from flexcomm.kernels.cpu.tables import chunk_span, coefs_at, ints_at, longs_at, picks_of, tensor_of
+from flexcomm.kernels.plan import Selection
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flexcomm.kernels.cpu.compiler import Int, Ints, Longs
 
 __all__ = [
+    "PICKERS",
+    "SELECTIONS",
     "bins_for",
     "count_reaching",
     "fill_histogram",
@@ -322,3 +327,13 @@ def pick_strided(table: Longs, job: Longs) -> None:
             for entry in range(k):
                 chosen[entry] = pattern[entry]
         chunk, number = row[t.FIRST_CHUNK] + end, number + 1
+
+
+PICKERS: dict[Selection, Callable[[Longs, Longs], None]] = {
+    Selection.LARGEST: pick_largest,
+    Selection.SHUFFLED: pick_shuffled,
+    Selection.STRIDED: pick_strided,
+}
+"""The loops by selection, of those that send a fixed number of entries."""
+SELECTIONS = (Selection.EVERYTHING, Selection.ABOVE, *PICKERS)
+"""Those that are known here; plans with others are refused before."""

@@ -1,0 +1,175 @@
+"""Compressors that are no pipeline: codecs of one's own for whole buckets.
+
+A compressor with a method ``bucket_codec(specs)`` returns a :class:`BucketCodec` for the tensors of a bucket that one
+rank works on. Such tensors are not cut inside a node: each is worked on by one of its ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from flexcomm.codec import regions_of
+from flexcomm.codec.wire import header_error, read_header, to_words
+from flexcomm.errors import CompressorError
+from flexcomm.kernels import LARGEST_MAGNITUDE, Selection, TensorPlan, ValueCode
+from flexcomm.kernels.layout import HEADER_NBYTES, HEADER_NWORDS, NONFINITE, Header, aligned, checksum_of
+from flexcomm.stats import Timed
+from flexcomm.sync.algorithms import Collective
+from flexcomm.sync.shards import TensorShard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flexcomm.compress import TensorSpec
+    from flexcomm.kernels import Average, Region, StateUpdate
+    from flexcomm.sync.algorithms import Received, Steps
+    from flexcomm.sync.bucket import BucketContext
+
+__all__ = ["BucketCodec", "BucketCompressor", "exchange_by_codec", "rank_of", "uncut_shard"]
+
+
+class BucketCompressor(ABC):
+    """A compressor that is no pipeline. Like every compressor it is a value: frozen, hashed and printed by settings.
+
+    Example::
+
+        @dataclass(frozen=True)
+        class PowerSgd(flexcomm.BucketCompressor):
+            rank: int
+
+            def bucket_codec(self, specs):
+                return PowerSgdCodec(specs, self.rank)  # a BucketCodec
+
+    """
+
+    @abstractmethod
+    def bucket_codec(self, specs: tuple[TensorSpec, ...]) -> BucketCodec:
+        """Return the codec of these tensors; the same for the same tensors, always."""
+
+    def plan(self, spec: TensorSpec) -> TensorPlan:
+        """Raise: what is sent of a tensor depends on its bucket. Mixing and resharding of states need plans."""
+        raise CompressorError(
+            f"{self} has a codec for whole buckets, and no plan for {spec.name} alone: use a compressor of "
+            f"flexcomm here."
+        )
+
+
+class BucketCodec(ABC):
+    """How tensors become a buffer, and the buffers of all nodes their average.
+
+    It holds settings and shapes, no tensors: memory is taken from ``ctx.buffers``. One buffer of equal length is
+    gathered from every node; what needs other collectives overrides :meth:`exchange`.
+    """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The length of a buffer."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> int:
+        """A number of 64 bits that differs wherever buffers would: all nodes must have the same."""
+
+    @abstractmethod
+    def state_numel(self, spec: TensorSpec) -> int:
+        """Return how many float32 a tensor's state has, if residuals are kept; zeros before the first call."""
+
+    @abstractmethod
+    def encode_(
+        self,
+        tensors: Sequence[Tensor],
+        states: Sequence[Tensor] | None,
+        states_out: Sequence[Tensor] | None,
+        update: StateUpdate,
+        buffer: Tensor,
+        *,
+        step: int,
+    ) -> None:
+        """Fill ``buffer``, uint8; read ``states``, and write ``states_out``. Tensors and states stay as they are."""
+
+    @abstractmethod
+    def decode_(self, gathered: Tensor, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
+        """Fill ``outputs`` with the average of buffers ``[nodes, nbytes]``, added in node order."""
+
+    def exchange(self, ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
+        """Send what is to be sent of this rank's tensors, and return what was received.
+
+        A generator: it yields each :class:`flexcomm.sync.algorithms.Collective` it needs, at most one on the leg
+        ``exchange`` and one on ``second_exchange``, and is resumed with the result.
+        """
+        nbytes = 4 * aligned(HEADER_NWORDS + -(-self.nbytes // 4))
+        buffer = ctx.buffers.get("encoded", lambda: ctx.buffers.allocate(nbytes).zero_())
+        gathered = ctx.buffers.get("gathered", lambda: ctx.buffers.allocate(ctx.nodes, nbytes))
+        with Timed(ctx.record, "encode"):
+            if not ctx.nonfinite and not all(bool((x.abs() < LARGEST_MAGNITUDE).all()) for x in shard):
+                ctx.nonfinite = "NaN, infinity or a magnitude of 2**100 or more"
+            if not ctx.nonfinite:
+                payload = buffer[HEADER_NBYTES : HEADER_NBYTES + self.nbytes]
+                self.encode_(shard, ctx.states, ctx.states_out, ctx.update, payload, step=ctx.step)
+            self._close_(ctx, buffer)
+        ctx.record.payload_bytes += nbytes
+        moved = (ctx.nodes - 1) * nbytes
+        yield Collective("exchange", methodcaller("all_gather", buffer, gathered), moved, moved)
+        return GatheredBuffers(self, gathered, regions_of(ctx.senders, [nbytes] * ctx.nodes))
+
+    def _close_(self, ctx: BucketContext, buffer: Tensor) -> None:
+        """Write the header."""
+        header = Header(self.digest, ctx.step, ctx.sequence, 0, NONFINITE if ctx.nonfinite else 0)
+        words, nbytes = to_words(buffer), buffer.numel() - HEADER_NBYTES
+        octets = header.pack(nbytes)
+        for _ in range(2):
+            buffer[:HEADER_NBYTES] = torch.from_numpy(np.frombuffer(octets, np.uint8).copy())
+            octets = header.pack(nbytes, checksum_of(words.cpu().numpy()))
+
+
+@dataclass(frozen=True)
+class GatheredBuffers:
+    """The buffers of all nodes, one behind the other."""
+
+    codec: BucketCodec
+    gathered: Tensor
+    regions: list[Region]
+
+    def verify(self, ctx: BucketContext) -> list[str]:
+        words, nonfinite = to_words(self.gathered), []
+        for region in self.regions:
+            received = read_header(words, region)
+            expected = Header(self.codec.digest, ctx.step, ctx.sequence, 0)
+            octets = expected.matching(received).pack(
+                4 * region.nwords - HEADER_NBYTES, checksum_of(words[region.start : region.end].cpu().numpy())
+            )
+            if words[region.start : region.start + HEADER_NWORDS].cpu().numpy().tobytes() != octets:
+                raise header_error(words, region, expected)
+            nonfinite += [region.sender] if received.flags == NONFINITE else []
+        return nonfinite
+
+    def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
+        payloads = self.gathered.view(ctx.nodes, -1)[:, HEADER_NBYTES : HEADER_NBYTES + self.codec.nbytes]
+        self.codec.decode_(payloads, outputs, step=ctx.step, average=ctx.average)
+
+
+def exchange_by_codec(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
+    """Exchange a bucket by its compressor's own codec."""
+    return (yield from ctx.plan.codecs[ctx.rank].exchange(ctx, shard))
+
+
+def rank_of(spec: TensorSpec, ranks: int) -> int:
+    """Return which rank of a node works on a tensor: its name decides."""
+    return zlib.crc32(spec.name.encode()) % ranks
+
+
+def uncut_shard(spec: TensorSpec, codec: BucketCodec) -> TensorShard:
+    """Return a whole tensor as the shard of a rank."""
+    numel = max(codec.state_numel(spec), 1)
+    state = TensorPlan(1, numel, 1, numel, False, Selection.EVERYTHING, numel, ValueCode.FP32)
+    return TensorShard(spec, state, 0, torch.Size(spec.shape).numel(), 0)
