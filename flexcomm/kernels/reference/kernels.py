@@ -11,9 +11,18 @@ from flexcomm.kernels.counting import BIN_SHIFT, BINS, fill_up, raise_threshold,
 from flexcomm.kernels.layout import CHECKSUM_WORD, IndexCode
 from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorEncoding, TensorState, ThresholdCounts
 from flexcomm.kernels.plan import check_implemented
-from flexcomm.kernels.reference.bits import get, put, to_bits, to_words
-from flexcomm.kernels.reference.floats import divided, magnitude_bits, rounded
-from flexcomm.kernels.reference.hashing import GOLDEN, LOW32, mix32
+from flexcomm.kernels.reference.bits import (
+    GOLDEN,
+    LOW32,
+    divided,
+    get,
+    magnitude_bits,
+    mix32,
+    put,
+    rounded,
+    to_bits,
+    to_words,
+)
 from flexcomm.kernels.reference.indices import get_indices, put_indices
 from flexcomm.kernels.reference.selection import SELECTIONS, select, select_shared
 from flexcomm.kernels.reference.transform import accumulate, restore

@@ -8,8 +8,7 @@ import torch
 
 from flexcomm.kernels.counting import BIN_SHIFT
 from flexcomm.kernels.plan import Selection
-from flexcomm.kernels.reference.floats import magnitude_bits
-from flexcomm.kernels.reference.hashing import GOLDEN, mix32
+from flexcomm.kernels.reference.bits import GOLDEN, magnitude_bits, mix32
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ import torch
 
 from flexcomm.kernels.base import StateUpdate
 from flexcomm.kernels.butterflies import ADD_SCALED, BUTTERFLY, MIX, Program, plan_dct, plan_inverse_dct
-from flexcomm.kernels.reference.floats import rounded
+from flexcomm.kernels.reference.bits import rounded
 
 if TYPE_CHECKING:
     from torch import Tensor

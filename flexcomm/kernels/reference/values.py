@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flexcomm.kernels.plan import ValueCode
-from flexcomm.kernels.reference.floats import (
+from flexcomm.kernels.reference.bits import (
     bf16_up,
     bf16_values,
     divided,
