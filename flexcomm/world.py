@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flexcomm.bootstrap.consistency import ConsistencyCheck
-from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport
+from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport_argument
 from flexcomm.bootstrap.mpi_job import abort_job_if_mpi_is_started, join_mpi_job, place_in_shared_memory
 from flexcomm.device import current_device, native_backend, own_device
 from flexcomm.errors import ConfigMismatchError, TopologyError, TransportUnavailableError
@@ -230,8 +230,8 @@ def connect(
 
     """
     abort_job_if_mpi_is_started()  # First: a rank that fails alone would wait for the others in MPI_Finalize.
-    check_transport("intra", intra)
-    check_transport("inter", inter)
+    check_transport_argument("intra", intra)
+    check_transport_argument("inter", inter)
     check_timeout(timeout_s)
     rank_info = read_rank_info()
     if rank_info.rank == 0:

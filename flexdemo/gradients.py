@@ -61,8 +61,8 @@ __all__ = [
     "CompressionSettings",
     "GradientExchange",
     "ReadyBuckets",
+    "bucket_parameters",
     "check_same_buckets",
-    "plan_buckets",
     "spec_of",
 ]
 
@@ -81,11 +81,11 @@ class CompressionSettings:
 class Bucket:
     """Parameters whose gradients travel together: of parameter group number ``group``, one dtype and one device.
 
-    ``averaged`` says whether gradients are averaged inside the node before the optimizer sees them.
+    ``node_averaged`` says whether gradients are averaged inside the node before the optimizer sees them.
     """
 
     group: int
-    averaged: bool
+    node_averaged: bool
     params: tuple[Parameter, ...]
     names: tuple[str, ...]
 
@@ -97,7 +97,7 @@ class BucketResult(NamedTuple):
     averages: list[Tensor]
 
 
-def plan_buckets(groups: list[Group], bucket_bytes: int, wanted: Callable[[Parameter], bool]) -> list[Bucket]:
+def bucket_parameters(groups: list[Group], bucket_bytes: int, wanted: Callable[[Parameter], bool]) -> list[Bucket]:
     """Put all wanted parameters into buckets of up to so many bytes, the last parameters first.
 
     That is the order in which a backward pass makes gradients ready. Buckets follow from the parameters alone, not from
@@ -130,7 +130,7 @@ def check_same_buckets(buckets: Iterable[Bucket], world: World) -> None:
 
     Also if they agreed before: a rank that has other buckets now would wait in another collective than the rest.
     """
-    names = repr([(bucket.group, bucket.averaged, bucket.names) for bucket in buckets])
+    names = repr([(bucket.group, bucket.node_averaged, bucket.names) for bucket in buckets])
     digest = hashlib.blake2b(names.encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
     digests = world.control.all_gather(mine).wait().view(-1).tolist()
@@ -299,7 +299,7 @@ class BucketExchange:
             residuals.decay, residuals.gain, residuals.alpha = settings.decay, settings.gain, settings.alpha
         if bucket not in self._outputs:
             self._outputs[bucket] = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-        self._has_shards |= bucket.averaged
+        self._has_shards |= bucket.node_averaged
         algorithm = algorithm or self._algorithm_of(bucket, settings.compressor)
         plan = self._plan_for(bucket, tensors, settings.compressor, algorithm, nonfinite or self._nonfinite)
         try:
@@ -386,7 +386,7 @@ class BucketExchange:
                 tensors,
                 compressor,
                 world=self.world,
-                all_ranks=not bucket.averaged,
+                all_ranks=not bucket.node_averaged,
                 in_background=self._in_background,
                 names=bucket.names,
                 average=self._average,
@@ -412,7 +412,7 @@ class BucketExchange:
 
 def _alike(bucket: Bucket, compressor: Compressor) -> Hashable:
     first = bucket.params[0]
-    return compressor, bucket.group, bucket.averaged, first.dtype, first.device
+    return compressor, bucket.group, bucket.node_averaged, first.dtype, first.device
 
 
 def _wait(handle: SyncHandle[list[Tensor]]) -> FlexcommError | None:
@@ -465,7 +465,7 @@ class GradientExchange(BucketExchange):
         # What is on its way belongs to the buckets before.
         self.cancel()
         self._trainable = trainable
-        self.set_buckets(plan_buckets(self._groups, self._bucket_bytes, lambda param: param.requires_grad))
+        self.set_buckets(bucket_parameters(self._groups, self._bucket_bytes, lambda param: param.requires_grad))
         self._ready.watch(self.buckets, early=self._overlap)
         return True
 

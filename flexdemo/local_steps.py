@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm import InvalidArgumentError
-from flexdemo.gradients import BucketExchange, CompressionSettings, plan_buckets
+from flexdemo.gradients import BucketExchange, CompressionSettings, bucket_parameters
 from flexdemo.parameters import local
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class LocalSteps:
                     if self._outer is not None:
                         self.velocities[param] = torch.zeros_like(self.anchors[param])
         # Also what is frozen by now: nodes may have gone apart on it before.
-        self.exchange.set_buckets(plan_buckets(self._groups, self._bucket_bytes, self.anchors.__contains__))
+        self.exchange.set_buckets(bucket_parameters(self._groups, self._bucket_bytes, self.anchors.__contains__))
 
     def outer_step_if_due(self, step: int) -> None:
         """Move all nodes together if this was the last of their local steps."""

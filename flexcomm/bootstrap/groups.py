@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexcomm.topology import RankInfo
     from flexcomm.transport import Transport
 
-__all__ = ["GroupFactory", "TransportName", "check_timeout", "check_transport"]
+__all__ = ["GroupFactory", "TransportName", "check_timeout", "check_transport_argument"]
 
 TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 """``auto``, ``mpi``, and the backends of the devices in :data:`flexcomm.device.KINDS`."""
@@ -33,7 +33,7 @@ _users_of_default_group = 0
 """The number of worlds that use the default process group that this library started; the last one destroys it."""
 
 
-def check_transport(leg: str, kind: TransportName | Transport) -> None:
+def check_transport_argument(leg: str, kind: TransportName | Transport) -> None:
     """Raise unless ``kind`` names a transport that this machine has, or is one."""
     if not isinstance(kind, str):
         check_has_verbs(leg, kind)

@@ -1,6 +1,7 @@
-"""What is wrong with a buffer, in words. ``docs/wire.md`` is the format's specification.
+"""What is wrong with a buffer, in words: kernels find it (``verify``), and here it becomes a message.
 
 A receiver trusts nothing: what it expects follows from its own plan, and no size is ever taken from the wire.
+``docs/wire.md`` is the format's specification.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class WeightedSum(NamedTuple):
 def mix_bucket(ctx: MixContext) -> Generator[Collective | Verified, Any, None]:
     """Mix one bucket. Yields the collectives it needs, then ``VERIFIED``; resumed after that, it writes outputs."""
     shard = yield from reduce_scatter_inside(ctx)
-    terms = yield from mix_on_all_ranks(ctx, shard)
+    terms = yield from mix_and_share_failure(ctx, shard)
     terms = yield from all_gather_inside(ctx, shard, terms)
     # A mix that is cancelled is not resumed: everything stays as it was.
     yield VERIFIED
@@ -126,7 +126,7 @@ def all_gather_inside(ctx: MixContext, shard: Tensor, terms: WeightedSum) -> Ste
     return WeightedSum(0.0, [gathered[: ctx.x.numel()]], [1.0], terms.push_weight)
 
 
-def mix_on_all_ranks(ctx: MixContext, shard: Tensor) -> Steps[WeightedSum]:
+def mix_and_share_failure(ctx: MixContext, shard: Tensor) -> Steps[WeightedSum]:
     """Mix between nodes. If one rank of this node fails, all of them raise: the others would wait for its shard."""
     if ctx.plan.ranks == 1:
         return (yield from mix_between_nodes(ctx, shard))

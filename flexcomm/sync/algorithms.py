@@ -3,8 +3,9 @@
 An algorithm is a generator: it encodes this rank's shard, yields each :class:`Collective` it needs, is resumed with the
 result, and returns an object that verifies and decodes what was received. It writes no output.
 
-With P nodes and buffers of B bytes, a node sends (P-1) B to ``gather``, 2 (P-1)/P B to ``reduce``, and (P-1)/P (B + A)
-to ``two_phase``, where A is the length of all averages. ``dense`` costs 2 (P-1)/P N, for tensors of N bytes.
+``plan.choose_algorithms`` picks one by what it sends. With P nodes and buffers of B bytes, a node sends (P-1) B to
+``gather``, 2 (P-1)/P B to ``reduce``, and (P-1)/P (B + A) to ``two_phase``, where A is the length of all averages.
+``dense`` costs 2 (P-1)/P N, for tensors of N bytes.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def _make_reduced(ctx: BucketContext) -> ReducedValues:
 
 def digest_bits(ctx: BucketContext) -> Tensor:
     """Return what all nodes must have in common as 64 zeros and ones, which sums can be compared with."""
-    digest = hash((ctx.plan.digests[ctx.rank], ctx.step, ctx.sequence))  # integers hash alike in every process
+    digest = hash((ctx.plan.digests[ctx.local_rank], ctx.step, ctx.sequence))  # integers hash alike in every process
     octets = np.frombuffer(digest.to_bytes(_DIGEST_BITS // 8, "little", signed=True), np.uint8)
     return torch.from_numpy(np.unpackbits(octets, bitorder="little").astype(np.float32))
 

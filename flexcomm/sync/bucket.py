@@ -1,8 +1,8 @@
 """The path of one bucket, from the tensors of every rank to the average that all of them hold.
 
 The ranks of a node add up their tensors, each keeping the sum of its shard; ranks of equal local rank exchange, between
-nodes, what the compressor sends of that shard; the ranks of a node gather the shards of all. What a leg would do among
-one rank is left out.
+nodes, what the compressor sends of that shard; the ranks of a node gather the shards of all. A leg that would join
+a single rank is skipped.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ VERIFIED = Verified.VERIFIED
 class BucketContext:
     """One bucket of a call under way, and everything its path needs.
 
-    ``tensors`` and ``outputs`` are those of the whole call; outputs are contiguous. This is local rank ``rank`` of
-    ``ranks``, on node ``node`` of ``nodes``. ``nonfinite`` says why this rank has nothing to send, if it has nothing,
-    and ``nonfinite_senders`` which ranks had nothing.
+    ``tensors`` and ``outputs`` are those of the whole call; outputs are contiguous. This is ``local_rank`` of
+    ``local_size``, on node ``node`` of ``nodes``. If this rank has nothing to send, ``nonfinite`` says why;
+    ``nonfinite_senders`` are the ranks that had nothing.
     """
 
     plan: BucketPlan
@@ -73,8 +73,8 @@ class BucketContext:
     sequence: int
     average: Average
     kernels: Kernels
-    rank: int
-    ranks: int
+    local_rank: int
+    local_size: int
     node: int
     nodes: int
     rank_names: list[list[str]]
@@ -86,17 +86,17 @@ class BucketContext:
     @property
     def shards(self) -> tuple[TensorShard, ...]:
         """The shards of the bucket's tensors that this rank works on."""
-        return self.plan.shards[self.rank]
+        return self.plan.shards[self.local_rank]
 
     @property
     def buffer_plan(self) -> BufferPlan:
         """The layout of the buffer that this rank sends."""
-        return self.plan.buffers[self.rank]
+        return self.plan.buffers[self.local_rank]
 
     @property
     def senders(self) -> list[str]:
         """What messages call the ranks that send to this one, by node."""
-        return self.rank_names[self.rank]
+        return self.rank_names[self.local_rank]
 
 
 def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, None]:
@@ -114,12 +114,12 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
 
 def reduce_scatter_inside(ctx: BucketContext) -> Steps[list[Tensor]]:
     """Return the sums, over the ranks of this node, of this rank's tensor shards."""
-    if ctx.ranks == 1:
+    if ctx.local_size == 1:
         return [ctx.tensors[number] for number in ctx.plan.numbers[0]]
     sums = ctx.buffers.get("sums", lambda: _make_sums(ctx))
     for part, shard, number in sums.parts:
         part.copy_(shard.of(ctx.tensors[number]))
-    moved = (ctx.ranks - 1) * sums.own.nbytes
+    moved = (ctx.local_size - 1) * sums.own.nbytes
     yield Collective("reduce_inside", methodcaller("reduce_scatter", sums.rows, sums.own), moved, moved)
     return sums.shard
 
@@ -140,7 +140,7 @@ class _Sums(NamedTuple):
 def _make_sums(ctx: BucketContext) -> _Sums:
     plan, dtype = ctx.plan, sum_dtype(ctx.plan.dtype)
     # Zeros, because nothing is copied behind the shorter rows, and sums of anything could overflow.
-    rows = ctx.buffers.allocate(ctx.ranks, plan.longest, dtype=dtype).zero_()
+    rows = ctx.buffers.allocate(ctx.local_size, plan.longest, dtype=dtype).zero_()
     own = ctx.buffers.allocate(plan.longest, dtype=dtype)
     return _Sums(rows, _numbered_parts(rows, plan), own, _slice_row(own, ctx.shards))
 
@@ -166,7 +166,7 @@ def _slice_row(row: Tensor, shards: tuple[TensorShard, ...]) -> list[Tensor]:
 
 def all_gather_inside(ctx: BucketContext, received: Received) -> Steps[OwnAverage | NodePayloads | NodeElements]:
     """Gather what all ranks of this node received: payloads, or the elements they stand for if that is shorter."""
-    if ctx.ranks == 1:
+    if ctx.local_size == 1:
         return OwnAverage(received)
     if ctx.plan.gathers_payloads:
         return (yield from _gather_payloads(ctx, received))
@@ -205,14 +205,14 @@ def _gather_payloads(ctx: BucketContext, received: Received) -> Steps[NodePayloa
     assert isinstance(received, GatheredPayloads), "only gathered payloads can be handed on"  # noqa: S101
     payloads = ctx.buffers.get("payloads of the node", lambda: _make_node_payloads(ctx))
     payloads.row[: received.gathered.numel()] = received.gathered.view(-1)
-    moved = (ctx.ranks - 1) * payloads.row.nbytes
+    moved = (ctx.local_size - 1) * payloads.row.nbytes
     yield Collective("gather_inside", methodcaller("all_gather", payloads.row, payloads.rows), moved, moved)
     return payloads
 
 
 def _make_node_payloads(ctx: BucketContext) -> NodePayloads:
     longest = ctx.nodes * max(plan.nbytes for plan in ctx.plan.buffers)
-    rows = ctx.buffers.allocate(ctx.ranks, longest)
+    rows = ctx.buffers.allocate(ctx.local_size, longest)
     by_rank = []
     for plan, row, senders in zip(ctx.plan.buffers, rows, ctx.rank_names, strict=True):
         gathered = row[: ctx.nodes * plan.nbytes]
@@ -275,7 +275,7 @@ def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElemen
     except FlexcommError as error:
         failure, status = error, _DISAGREED if isinstance(error, ConfigMismatchError) else _FAILED
     elements.row[:_STATUS_NUMEL] = torch.tensor([status, *_status_digest(ctx)])
-    moved = (ctx.ranks - 1) * elements.row.nbytes
+    moved = (ctx.local_size - 1) * elements.row.nbytes
     yield Collective("gather_inside", methodcaller("all_gather", elements.row, elements.rows), moved, moved)
     if failure is not None:
         raise failure
@@ -285,7 +285,7 @@ def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElemen
 def _make_node_elements(ctx: BucketContext) -> NodeElements:
     plan, numel = ctx.plan, _STATUS_NUMEL + ctx.plan.longest
     row = ctx.buffers.allocate(numel, dtype=plan.dtype)
-    rows = ctx.buffers.allocate(ctx.ranks, numel, dtype=plan.dtype)
+    rows = ctx.buffers.allocate(ctx.local_size, numel, dtype=plan.dtype)
     own = _slice_row(row[_STATUS_NUMEL:], ctx.shards)
     return NodeElements(row, own, rows, _numbered_parts(rows[:, _STATUS_NUMEL:], plan))
 

@@ -160,7 +160,7 @@ class GatheredBuffers:
 
 def exchange_by_codec(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
     """Exchange a bucket by its compressor's own codec."""
-    return (yield from ctx.plan.codecs[ctx.rank].exchange(ctx, shard))
+    return (yield from ctx.plan.codecs[ctx.local_rank].exchange(ctx, shard))
 
 
 def rank_of(spec: TensorSpec, ranks: int) -> int:

@@ -223,7 +223,7 @@ def _choose_algorithm(
         shard for spec, plan in zip(specs, plans, strict=True) for shard in shard_tensor(spec, plan, 1) if shard
     )
     sent = _sent_bytes(whole, dense, uncut, nodes)
-    chosen = _shortest(whole, sent) if algorithm == "auto" else algorithm
+    chosen = _fewest_bytes(whole, sent) if algorithm == "auto" else algorithm
     if chosen not in sent:
         raise InvalidArgumentError(
             f"algorithm {chosen!r} cannot carry this compressor, but {', '.join(sorted(sent))} and auto can: reduce "
@@ -259,7 +259,7 @@ def _sent_bytes(
     return sent
 
 
-def _shortest(plan: BufferPlan, sent: dict[Algorithm, float]) -> Algorithm:
+def _fewest_bytes(plan: BufferPlan, sent: dict[Algorithm, float]) -> Algorithm:
     if plan.variable_length:
         return "gatherv"
     # Of equals the first: gathered buffers carry headers and checksums, sums do not.

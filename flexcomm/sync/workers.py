@@ -4,7 +4,8 @@
 each rank. A synchronisation has one thread and one process group for each leg: every bucket passes through all threads
 in the order in which calls were made, also through those of legs it does not have, and only one thread starts
 collectives on a group: that of the leg before, as soon as a bucket gets there, so that the next bucket's collective is
-under way while this one's is waited for. The first thread starts the first two legs. A mix has several collectives
+under way while this one's is waited for. The first thread starts the first two legs. So a thread is
+named after the leg it waits for, and starts the next one. A mix has several collectives
 between nodes: one thread drives all legs of a bucket, and then those of the next.
 """
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from flexcomm.gossip import ScheduleLike
     from flexdemo.gradients import Bucket
 
-__all__ = ["MixBucket", "MixSettings", "clip_", "gradients_of", "squared_norm", "take_communicator"]
+__all__ = ["MixBucket", "MixRule", "clip_", "gradients_of", "squared_norm", "take_communicator"]
 
 
 @dataclass(frozen=True)
-class MixSettings:
+class MixRule:
     """The schedule, the share ``gamma`` of the way to ``W x``, and the compressor of a mix, if it has one."""
 
     schedule: ScheduleLike
@@ -43,8 +43,8 @@ class MixBucket:
     not change while it is mixed. Others, such as FSDP's shards, are copied when a mix starts.
     """
 
-    def __init__(self, bucket: Bucket, world: World, settings: MixSettings, communicator: str) -> None:
-        self.params, self.names, self.sharded = list(bucket.params), list(bucket.names), bucket.averaged
+    def __init__(self, bucket: Bucket, world: World, settings: MixRule, communicator: str) -> None:
+        self.params, self.names, self.sharded = list(bucket.params), list(bucket.names), bucket.node_averaged
         self.squared_distance: Tensor | None = None
         """The squared distance by which the last mix moved this rank's parameters."""
         self._world, self._settings = world, settings
@@ -89,7 +89,7 @@ class MixBucket:
     def is_under_way(self) -> bool:
         return self._handle is not None
 
-    def start(self, step: int, settings: MixSettings) -> None:
+    def start(self, step: int, settings: MixRule) -> None:
         """Start to mix the current parameters."""
         self._check_addresses()
         self._versions = [version_of(param) for param in self.params]
@@ -176,11 +176,11 @@ def squared_norm(buckets: Iterable[Bucket], world: World) -> Tensor:
     has_shards = False
     for bucket in buckets:
         gradients = gradients_of(bucket)
-        has_shards |= bucket.averaged
+        has_shards |= bucket.node_averaged
         if gradients:
             norms = torch.stack([norm.to(world.device) for norm in torch._foreach_norm(gradients, 2.0, torch.float64)])
             squared = norms.square().sum()
-            whole, shards = (whole, shards + squared) if bucket.averaged else (whole + squared, shards)
+            whole, shards = (whole, shards + squared) if bucket.node_averaged else (whole + squared, shards)
     if has_shards and world.intra.size > 1:
         shards = world.intra.all_reduce(shards.reshape(1)).wait().squeeze(0)
     total: Tensor = whole + shards

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from flexcomm import BUCKET_BYTES, InvalidArgumentError, default_world, mix
 from flexcomm.gossip import base, complete
 from flexdemo.checkpoint.node_axis import FromOtherNodes
-from flexdemo.decentralized.buckets import MixBucket, MixSettings, clip_, gradients_of, squared_norm, take_communicator
+from flexdemo.decentralized.buckets import MixBucket, MixRule, clip_, gradients_of, squared_norm, take_communicator
 from flexdemo.decentralized.consensus import INITIAL_STATE, ConsensusControl, update_consensus_
 from flexdemo.decentralized.replica_state import ReplicaState
-from flexdemo.gradients import ReadyBuckets, check_same_buckets, plan_buckets
+from flexdemo.gradients import ReadyBuckets, bucket_parameters, check_same_buckets
 from flexdemo.inner import Inner
 from flexdemo.parameters import broadcast_parameters_, check_parameter, names_of
 
@@ -103,8 +103,8 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         _check_arguments(order, overlap, max_norm)
         self._world = default_world() if world is None else world
         self._communicator, nodes = take_communicator(self, self._world), self._world.topology.nodes
-        self._settings = MixSettings(schedule or base(nodes), gamma, compressor)
-        self._complete_graph = MixSettings(complete(nodes))
+        self._settings = MixRule(schedule or base(nodes), gamma, compressor)
+        self._complete_graph = MixRule(complete(nodes))
         self._order, self._overlap, self._max_norm, self._bucket_bytes = order, overlap, max_norm, bucket_bytes
         self._optimizer = optimizer
         self._inner = Inner([optimizer], [len(optimizer.param_groups)])
@@ -295,7 +295,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         if not new:
             return
         self._trained |= new
-        buckets = plan_buckets(self.param_groups, self._bucket_bytes, new.__contains__)
+        buckets = bucket_parameters(self.param_groups, self._bucket_bytes, new.__contains__)
         check_same_buckets(buckets, self._world)
         new_buckets = [MixBucket(bucket, self._world, self._settings, self._communicator) for bucket in buckets]
         self._mix_buckets |= zip(buckets, new_buckets, strict=True)
@@ -320,7 +320,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
     def _replica_found_inf(self, found_inf: Tensor) -> bool:
         """Return whether this rank, or another with shards of the same replica, found infinity."""
-        if any(bucket.averaged for bucket in self._mix_buckets) and self._world.intra.size > 1:
+        if any(bucket.node_averaged for bucket in self._mix_buckets) and self._world.intra.size > 1:
             found_inf = self._world.intra.all_reduce(found_inf.reshape(1).clone()).wait()
         return bool(found_inf.item())
 
@@ -336,12 +336,12 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         if self._order == "step-then-mix" or self._overlap != "none":
             self._start_mix(bucket, group["mixes"] + mixed, self._settings_by("consensus_complete"))
 
-    def _start_mix(self, bucket: Bucket, number: int, settings: MixSettings) -> None:
+    def _start_mix(self, bucket: Bucket, number: int, settings: MixRule) -> None:
         """Start mix number ``number`` of a bucket, unless it is under way."""
         if not self._mix_buckets[bucket].is_under_way:
             self._mix_buckets[bucket].start(number, settings)
 
-    def _finish_mix(self, bucket: Bucket, settings: MixSettings) -> int:
+    def _finish_mix(self, bucket: Bucket, settings: MixRule) -> int:
         """Finish the mix under way, mix further rounds if there are more, and return the number of rounds.
 
         If no mix is under way, as after a state was loaded, it is started here, with the same result.
@@ -380,7 +380,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
             norm = float(squared_norm(self._mix_buckets, self._world))
             update_consensus_(first, self._control, self._world, distance, norm)
 
-    def _settings_by(self, decision: Literal["consensus_complete", "consensus_launched"]) -> MixSettings:
+    def _settings_by(self, decision: Literal["consensus_complete", "consensus_launched"]) -> MixRule:
         """Return the settings of the next mix or, as launched, of the one under way."""
         is_complete = self._control is not None and self.param_groups[0][decision]
         return self._complete_graph if is_complete else self._settings

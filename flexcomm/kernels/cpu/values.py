@@ -107,7 +107,7 @@ def put_floats(table: Longs, job: Longs) -> Int:
                 put_fp32(words[row[t.VALUES] + entry :], taken, stays)
             elif code == _BF16:
                 put_bf16(halves[2 * row[t.VALUES] + entry :], taken, stays)
-            else:
+            elif code == _FP16:
                 put_fp16(halves[2 * row[t.VALUES] + entry :], taken, stays)
             put_back(row, job, at, coefs, taken)
         chunk, number = row[t.FIRST_CHUNK] + end, number + 1
@@ -160,7 +160,7 @@ def put_scaled(table: Longs, job: Longs) -> Int:
                 put_int8(octets[4 * row[t.VALUES] + entry :], halves, scale, taken, stays)
             elif code == _SIGN:
                 put_sign(words, 32 * row[t.VALUES] + entry, halves, scale, taken, stays)
-            else:
+            elif code == _SIGN2:
                 put_sign2(words, 32 * row[t.VALUES] + _SIGN2_BITS * entry, halves, scale + at, taken, stays)
             put_back(row, job, at, coefs, taken)
         chunk, number = row[t.FIRST_CHUNK] + end, number + 1
@@ -256,7 +256,7 @@ def get_values(table: Longs, job: Longs) -> None:  # noqa: C901  (a branch for e
                     sent[i] = np.float32(levels[i]) * factor
             elif code == _SIGN:
                 get_signs(words, 32 * values + entry, scale_at(halves, scale), sent)
-            else:
+            elif code == _SIGN2:
                 base, step = scale_at(halves, scale + at), scale_at(halves, scale + at + 1)
                 get_levels(words, 32 * values + _SIGN2_BITS * entry, base, step, sent)
         chunk, number = row[t.FIRST_CHUNK] + end, number + 1
