@@ -137,7 +137,7 @@ class BucketDecoder(Protocol):
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
         """Fill ``outputs`` with the averages of the buffers, added in the order of senders.
 
-        They were verified, or their payloads are known to be sound and not of variable selections.
+        They were verified, or they hold no indices and are known to be sound, as sums are.
         """
         ...
 

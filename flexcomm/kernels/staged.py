@@ -38,7 +38,7 @@ class StagedKernels:
     def mix_(
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
     ) -> Tensor:
-        mixed = torch.empty(out.shape, dtype=out.dtype)
+        mixed = torch.empty(out.shape, dtype=out.dtype, device="cpu")
         distance = self._host.mix_(x.cpu(), self_weight, [other.cpu() for other in others], weights, mixed)
         out.detach().copy_(mixed)
         return distance.to(x.device)
@@ -84,7 +84,8 @@ class StagedDecoder:
         return int(self._host.verify(step=step, sequence=sequence))
 
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
-        decoded = [torch.empty(out.shape, dtype=out.dtype) for out in outputs]
+        self._staged.copy_(self._words)  # Again: sums are decoded without being verified.
+        decoded = [torch.empty(out.shape, dtype=out.dtype, device="cpu") for out in outputs]
         self._host.decode_(decoded, step=step, average=average)
         for out, here in zip(outputs, decoded, strict=True):
             out.copy_(here)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "BucketCase", "numbers", "sampled_buckets", "with_gaps"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-KINDS = ("normal", "ties", "tiny", "sparse", "wide", "zeros")
+KINDS = ("normal", "ties", "tiny", "sparse", "wide", "zeros", "rising")
 STATES = ("none", "apart", "same")
 
 Option = TypeVar("Option")
@@ -54,6 +54,10 @@ GEOMETRIES = (
     Geometry((19, 23), 19, 23, 8, 16, True),
     Geometry((9, 5), 9, 5, 5, 1, True),
     Geometry((400,), 1, 400, 1, 256, False),
+    Geometry((70, 130), 70, 130, 64, 64, True),
+    Geometry((130,), 1, 130, 1, 64, True),
+    Geometry((576,), 1, 576, 1, 576, False),
+    Geometry((1030,), 1, 1030, 1, 1024, False),
     # Enough chunks that three threads have some each.
     Geometry((70 * 5 - 3,), 1, 70 * 5 - 3, 1, 5, False),
     Geometry((70 * 4,), 1, 70 * 4, 1, 4, True),
@@ -187,6 +191,8 @@ def numbers(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return normal * (torch.rand(shape, generator=generator) < 0.03)
     if kind == "wide":
         return normal * torch.exp2(torch.randint(-30, 15, shape, generator=generator))
+    if kind == "rising":
+        return torch.arange(1.0, 1.0 + torch.Size(shape).numel()).view(shape)
     return torch.zeros(shape) if kind == "zeros" else normal
 
 

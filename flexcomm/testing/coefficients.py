@@ -109,7 +109,7 @@ def decode(kernels: Kernels, sent: Sent, decoded_as: TensorPlan, out: Tensor) ->
 def sent_coefficients(kernels: Kernels, sent: Sent) -> Tensor:
     """Return the coefficients ``[chunks, chunk_numel]`` a buffer of one tensor carries, zero where it carries none."""
     plan = sent.plan.plans[0]
-    found = torch.empty(plan.state_shape, device=sent.words.device)
+    found = torch.empty(plan.state_shape, dtype=torch.float32, device=sent.words.device)
     decode(kernels, sent, _flat(plan), found)
     return found
 
@@ -125,7 +125,7 @@ def coefficients_of(
 def elements_of(kernels: Kernels, coefficients: Tensor, plan: TensorPlan) -> Tensor:
     """Return the elements ``[rows, cols]`` that have these coefficients."""
     whole = everything_of(plan)
-    elements = torch.empty(plan.rows, plan.cols, device=coefficients.device)
+    elements = torch.empty(plan.rows, plan.cols, dtype=torch.float32, device=coefficients.device)
     decode(kernels, encode(kernels, coefficients, _flat(whole)), whole, elements)
     return elements
 

@@ -273,6 +273,19 @@ def decode_adds_in_the_order_of_senders(kernels: Kernels, device: str) -> None:
         require_equal(kernels, out, torch.full((2,), expected), "payloads are added in the order of senders")
 
 
+def sums_are_decoded_without_being_verified(kernels: Kernels, device: str) -> None:
+    """What nodes add up has no header any more; shared selections send no indices."""
+    x, out = torch.arange(1.0, 65.0), torch.empty(64, device=device)
+    for selection, k in ((Selection.EVERYTHING, 32), (Selection.STRIDED, 4), (Selection.SHUFFLED, 4)):
+        sent = encode(_REFERENCE, x, TensorPlan(1, 64, 1, 32, False, selection, k, ValueCode.FP32), step=_STEP)
+        region, expected = Region("sum", 0, sent.words.numel()), torch.empty(64)
+        decode(_REFERENCE, sent, sent.plan.plans[0], expected)
+        words = sent.words.to(device)
+        words[:HEADER_NWORDS] = 0
+        kernels.decoder(sent.plan, words, [region]).decode_([out], step=_STEP, average="nodes")
+        require_equal(kernels, out, expected, f"a sum is decoded as it is: {selection!r}")
+
+
 def a_buffer_is_decoded_as_another_plan(kernels: Kernels, device: str) -> None:
     """Coefficients that travel as they are can be transformed back by the receiver."""
     flat = TensorPlan(1, 256, 1, 64, False, Selection.LARGEST, 9, ValueCode.FP32)
@@ -344,6 +357,7 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     the_first_kind_of_problem_is_named,
     decode_gives_the_references_average,
     decode_adds_in_the_order_of_senders,
+    sums_are_decoded_without_being_verified,
     a_buffer_is_decoded_as_another_plan,
     mixing_gives_the_references_bits,
     mixing_keeps_what_is_not_finite,

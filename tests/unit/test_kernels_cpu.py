@@ -26,7 +26,7 @@ from flexcomm.kernels.ahead import CALLS, compile_ahead
 from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection, transform, values
 from flexcomm.kernels.cpu.kernels import share
 from flexcomm.testing import KERNEL_LAWS
-from flexcomm.testing.coefficients import encode, sent_coefficients
+from flexcomm.testing.coefficients import decode, encode, sent_coefficients
 from tests.slow import slow_but
 
 if TYPE_CHECKING:
@@ -256,3 +256,30 @@ def test_the_largest_are_found_also_behind_the_last_whole_vector_of_a_long_chunk
     plan = TensorPlan(1, length, 1, length, False, Selection.LARGEST, keep, ValueCode.FP32)
     sent = sent_coefficients(CpuKernels(1), encode(CpuKernels(1), x, plan))
     assert torch.equal(sent.view(-1), torch.where(x > length - keep, x, 0.0))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_does_not_matter(default: torch.dtype) -> None:
+    plan = TensorPlan(1, 4096, 1, 4096, False, Selection.LARGEST, 1024, ValueCode.FP32)
+    x, kernels = torch.arange(4096.0), CpuKernels(1)
+    torch.set_default_dtype(default)
+    try:
+        sent = sent_coefficients(kernels, encode(kernels, x, plan))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(sent.float().view(-1), torch.where(x >= 3072, x, 0.0))
+
+
+@pytest.mark.parametrize("length", [576, 704, 832, 1600])
+def test_the_largest_are_found_also_in_the_rest_of_a_chunk_that_bins_do_not_divide(length: int) -> None:
+    x = torch.ones(length)
+    x[-64:] = torch.arange(2.0, 66.0)
+    assert picked(x, 6, length) == [naively_picked(x.tolist(), 6)]
+
+
+def test_a_bucket_of_empty_tensors_holds_nothing() -> None:
+    for choice in (Selection.LARGEST, Selection.ABOVE):
+        plan, out = TensorPlan(1, 0, 1, 64, False, choice, 4, ValueCode.BF16), torch.empty(1, 0)
+        sent = encode(CpuKernels(1), torch.empty(1, 0), plan)
+        assert sent.is_sound
+        decode(CpuKernels(1), sent, plan, out)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -99,7 +99,7 @@ class CpuEncoder:
         inputs = [x if x.dtype is torch.float32 and x.is_contiguous() else _as_floats(x) for x in tensors]
         # Found before anything is written: a state that is updated in place could not be restored. And what is finite
         # as a float64 may not be so as a float32.
-        is_checked = (states is not None and states is states_out) or self._has_doubles
+        is_checked = self._has_doubles or _share_memory(states, states_out)
         if is_checked and (problem := _first_nonfinite(tensors)).word:
             self.mark_nonfinite_(step=step, sequence=sequence)
             return problem.word
@@ -240,7 +240,8 @@ class _Variable:
         indices.write_counts(words[begin:], np.diff(self._before), width)
         scratch = _scratch.get(0, group.tile_numel, 0, group.memory_numel, self.entries, 1)
         job, scratch.origins[0] = scratch.start(group.job), 0
-        job[t.FIRST], job[t.LAST], job[t.BEFORE] = 0, group.chunks, self._before.ctypes.data
+        job[t.FIRST], job[t.LAST] = 0, group.chunks
+        job[t.BEFORE], job[t.BEFORE_PITCH] = self._before.ctypes.data, self._before.size
         selection.pick_above(group.table, job)
         return _put(group, job)
 
@@ -282,7 +283,10 @@ class CpuDecoder:
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
         keys = self._decoded_as.sample_keys(step) if self._decoded_as.has_keys else []
         filled = [
-            out if out.dtype is torch.float32 and out.is_contiguous() else torch.empty(out.shape) for out in outputs
+            out
+            if out.dtype is torch.float32 and out.is_contiguous()
+            else torch.empty(out.shape, dtype=torch.float32, device="cpu")
+            for out in outputs
         ]
         for group, received in zip(self._groups, self._received, strict=True):
             group.set_inputs(filled, 1.0, keys)
@@ -310,7 +314,7 @@ class CpuDecoder:
                 places[number].set_counts(sender, counts)
                 layout = plan_layout(plan, sent) if plan.variable_length else full
             if position + layout.nwords > nwords:
-                return Status(Problem.LENGTH, sender, number)
+                return Status(Problem.LENGTH, sender, number if plan.is_variable else 0)
             if self._plan.variable_length:
                 places[number].place(sender, number, layout, position)
             position, entries = position + layout.nwords, entries + sent
@@ -332,7 +336,7 @@ class _Received:
         self._tables, self._codes = [group.table] * len(starts), [group.code] * len(starts)
         self._is_shared = group.code is IndexCode.NONE and not group.plan.is_variable
         entries = group.plan.k if group.plan.is_variable else group.chunks * group.plan.k
-        self._picks = np.empty((len(starts), 0 if self._is_shared else entries), np.int32)
+        self._picks = np.zeros((len(starts), 0 if self._is_shared else entries), np.int32)
         self._before = np.zeros((len(starts) if group.plan.is_variable else 0, group.chunks + 1), np.int64)
         job = group.inverse_job
         job[t.WORDS], job[t.NWORDS], job[t.SENDERS] = words.ctypes.data, words.size, len(starts)
@@ -401,6 +405,11 @@ def _zeros(count: int) -> NDArray[np.int64]:
     return np.zeros(count, np.int64)
 
 
+def _share_memory(states: Sequence[Tensor] | None, states_out: Sequence[Tensor] | None) -> bool:
+    """Return whether states are updated in place."""
+    return bool(states and states_out) and states[0].data_ptr() == states_out[0].data_ptr()  # type: ignore[index]
+
+
 def _as_floats(x: Tensor) -> Tensor:
     return x.detach().to(torch.float32).contiguous()
 
@@ -427,9 +436,9 @@ class Scratch:
         floats, ints = (coefs, tiles), (tops, memory, picks)
         # Torch's memory begins at a line of cache, numpy's need not. Not as inference tensors: it is used again.
         with torch.inference_mode(False):
-            self._held = [torch.empty(numel) for numel in floats]
-            self._held += [torch.empty(numel, dtype=torch.int32) for numel in ints]
-            self.origins = torch.zeros(senders, dtype=torch.int64).numpy()
+            self._held = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in floats]
+            self._held += [torch.empty(numel, dtype=torch.int32, device="cpu") for numel in ints]
+            self.origins = torch.zeros(senders, dtype=torch.int64, device="cpu").numpy()
         self._addresses = np.array([one.data_ptr() for one in self._held] + [self.origins.ctypes.data] * 2, np.int64)
         self._job = np.empty(len(t.JOB), np.int64)
 
@@ -479,7 +488,12 @@ def run_shares(shares: list[tuple[int, int]], work: Callable[[int, int], T]) -> 
     if len(shares) == 1:
         return [work(*shares[0])]
     others = [_pool(os.getpid()).submit(work, first, last) for first, last in shares[1:]]
-    return [*(work(*share) for share in shares[:1]), *(other.result() for other in others)]
+    try:
+        own = work(*shares[0])
+    finally:
+        # They write to memory of the caller, which must not be freed before, whatever happens here.
+        wait(others)
+    return [own, *(other.result() for other in others)]
 
 
 @lru_cache(maxsize=1)

@@ -44,7 +44,7 @@ def bins_for(numel: int, k: int) -> int:
     bins = 128
     while bins < 2 * k:
         bins *= 2
-    return bins if bins <= _MOST_BINS and 4 * bins <= numel and numel % WINDOW == 0 else 0
+    return bins if bins <= _MOST_BINS and 4 * bins <= numel and numel % bins == 0 else 0
 
 
 @compiled

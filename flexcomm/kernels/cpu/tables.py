@@ -101,7 +101,7 @@ def float_of(bits: Int) -> Float:
 def tensor_of(table: Longs, chunk: Int) -> Int:
     """Return the tensor that a chunk of the group belongs to."""
     number = 0
-    while chunk >= table[number, FIRST_CHUNK] + table[number, CHUNKS]:
+    while number + 1 < table.shape[0] and chunk >= table[number, FIRST_CHUNK] + table[number, CHUNKS]:
         number += 1
     return number
 
