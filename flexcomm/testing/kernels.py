@@ -57,7 +57,7 @@ def check_kernels(kernels: Kernels, device: str = "cpu") -> None:
 
 
 def encode_fills_buffer_and_states_as_the_reference_does(kernels: Kernels, device: str) -> None:
-    for bucket in sampled_buckets(60):
+    for bucket in sampled_buckets(30):
         tensors, states, expected_states = bucket.tensors(device), bucket.states(device), bucket.states("cpu")
         sent = encode_bucket(kernels, bucket.plan, tensors, states, bucket.update, step=_STEP)
         expected = encode_bucket(
@@ -161,7 +161,7 @@ def the_first_nonfinite_tensor_is_named(kernels: Kernels, device: str) -> None:
 def verify_finds_what_the_reference_finds(kernels: Kernels, device: str) -> None:
     """One word is damaged at a time, with a checksum that fits, so that there is one problem to name."""
     random = np.random.default_rng(4)
-    for bucket in sampled_buckets(40, seed=4):
+    for bucket in sampled_buckets(20, seed=4):
         sent = [send(_REFERENCE, bucket, sender) for sender in range(2)]
         words, regions = joined(sent)
         require(kernels, verify(kernels, words.to(device), regions, bucket) == Status(), f"{bucket} is sound")
@@ -246,7 +246,7 @@ def decode_gives_the_references_average(kernels: Kernels, device: str) -> None:
     Payloads of variable length are as long as what they hold, so the shortest index code may differ between senders.
     """
     averages: tuple[Average, ...] = get_args(Average)
-    for number, bucket in enumerate(sampled_buckets(60, seed=5)):
+    for number, bucket in enumerate(sampled_buckets(24, seed=5)):
         words, regions = joined([send(_REFERENCE, bucket, sender) for sender in range(1 + number % 3)])
         here = words.to(device)
         for average in averages:
