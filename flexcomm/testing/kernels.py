@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import torch
 
+from flexcomm.codec import assemble_buffer
+from flexcomm.compress import TensorSpec
 from flexcomm.kernels import (
     LARGEST_MAGNITUDE,
     Average,
@@ -34,6 +36,7 @@ __all__ = ["KERNEL_LAWS", "check_kernels", "reseal_"]
 
 _REFERENCE = ReferenceKernels()
 _STEP = 5
+_CHOICES = (Selection.LARGEST, Selection.STRIDED)
 _LENGTHS = (0, 1, 37, 2100)
 _MIXTURES: tuple[tuple[float, tuple[float, ...]], ...] = (
     (0.6, (0.4,)),
@@ -156,6 +159,17 @@ def the_first_nonfinite_tensor_is_named(kernels: Kernels, device: str) -> None:
             require(
                 kernels, sent.status == Status(Problem.NONFINITE, tensor=named[0]), f"{sent.status}, not {named[0]}"
             )
+
+
+def a_nonfinite_tensor_is_named_before_a_nonfinite_state(kernels: Kernels, device: str) -> None:
+    """Also if the state belongs to an earlier tensor: a tensor is found before anything is written."""
+    plans = tuple(TensorPlan(1, 64, 1, 32, False, choice, 2, ValueCode.FP32) for choice in _CHOICES)
+    plan = assemble_buffer(tuple(TensorSpec(name, (64,), torch.float32) for name in ("state", "tensor")), plans)
+    tensors = [torch.ones(64, device=device), torch.full((64,), torch.nan, device=device)]
+    states = [torch.full((2, 32), torch.nan, device=device), torch.zeros(2, 32, device=device)]
+    sent = encode_bucket(kernels, plan, tensors, (states, [state.clone() for state in states]))
+    require(kernels, sent.status == Status(Problem.NONFINITE, tensor=1), f"the tensor comes first: {sent.status}")
+    require_marked(kernels, sent)
 
 
 def verify_finds_what_the_reference_finds(kernels: Kernels, device: str) -> None:
@@ -350,6 +364,7 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     many_nonfinite_coefficients_are_not_overlooked,
     nonfinite_tensors_are_found_and_the_buffer_marked,
     the_first_nonfinite_tensor_is_named,
+    a_nonfinite_tensor_is_named_before_a_nonfinite_state,
     verify_finds_what_the_reference_finds,
     verify_finds_any_damage_by_the_checksum,
     verify_compares_step_and_sequence,

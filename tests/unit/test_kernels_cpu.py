@@ -18,6 +18,7 @@ from flexcomm.kernels import (
     KERNELS_VARIABLE,
     ReferenceKernels,
     Selection,
+    StateUpdate,
     TensorPlan,
     ValueCode,
     choose_kernels,
@@ -26,7 +27,7 @@ from flexcomm.kernels.ahead import CALLS, compile_ahead
 from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection, transform, values
 from flexcomm.kernels.cpu.kernels import share
 from flexcomm.testing import KERNEL_LAWS
-from flexcomm.testing.coefficients import decode, encode, sent_coefficients
+from flexcomm.testing.coefficients import SEQUENCE, decode, encode, encode_bucket, plan_single, sent_coefficients
 from tests.slow import slow_but
 
 if TYPE_CHECKING:
@@ -283,3 +284,22 @@ def test_a_bucket_of_empty_tensors_holds_nothing() -> None:
         sent = encode(CpuKernels(1), torch.empty(1, 0), plan)
         assert sent.is_sound
         decode(CpuKernels(1), sent, plan, out)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [law for law in KERNEL_LAWS if "nonfinite" in law.__name__ or "flag" in law.__name__],
+    ids=lambda law: law.__name__,
+)
+def test_the_reference_keeps_the_laws_that_compare_it_with_nothing(law: Callable[[Kernels, str], None]) -> None:
+    law(ReferenceKernels(), "cpu")
+
+
+def test_an_encoder_follows_a_gain_that_changes() -> None:
+    plan = plan_single(TensorPlan(1, 64, 1, 32, False, Selection.LARGEST, 4, ValueCode.FP32))
+    words, x = torch.empty(plan.nwords, dtype=torch.int32), torch.arange(64.0)
+    encoder = CpuKernels(1).encoder(plan, words)
+    for gain in (1.0, 0.5, 2.0):
+        update = StateUpdate(gain=gain)
+        assert encoder.encode_([x], None, None, update, step=0, sequence=SEQUENCE) == 0
+        assert torch.equal(words, encode_bucket(ReferenceKernels(), plan, [x], None, update).words)
