@@ -19,27 +19,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "HOST",
-    "KINDS",
-    "DeviceKind",
-    "accelerator",
-    "backend_for",
-    "backends_of_default_group",
-    "current_device",
-    "find_native",
-    "is_supported",
-    "make_stream",
-    "may_pin_for",
-    "native_backend",
-    "own_device",
-    "record_event",
-    "supported_names",
-    "synchronize_stream",
-    "use_stream",
-    "wait_stream",
-]
-
 
 @dataclass(frozen=True)
 class DeviceKind:

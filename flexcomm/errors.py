@@ -22,23 +22,6 @@ A backend's own exceptions are translated once, at the transport's edge, and sta
 
 from __future__ import annotations
 
-__all__ = [
-    "CompressorError",
-    "ConfigMismatchError",
-    "DeadlineExceededError",
-    "FlexcommError",
-    "InvalidArgumentError",
-    "InvalidTensorError",
-    "NonFiniteError",
-    "PeerLostError",
-    "SyncError",
-    "TopologyError",
-    "TorchVersionError",
-    "TransportError",
-    "TransportUnavailableError",
-    "WireError",
-]
-
 
 class FlexcommError(Exception):
     """Anything this library raises on purpose."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-__all__ = ["Phase", "StatsHistory", "SyncRecord", "Timed", "profiler_range"]
-
 Phase = Literal["encode", "intra", "inter", "decode", "waiting"]
 
 _REMEMBERED = 256

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["RankInfo", "Topology", "arrange", "blocks", "first_number", "from_mesh", "read_launcher"]
-
 RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"
 """Overrides what the launcher says, for programs whose source cannot be changed."""
 

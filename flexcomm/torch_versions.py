@@ -12,8 +12,6 @@ from torch.torch_version import TorchVersion
 from flexcomm.errors import TorchVersionError
 from flexcomm.version import __version__
 
-__all__ = ["TESTED_ON", "TESTED_VERSIONS", "log_untested_version", "missing", "private"]
-
 TESTED_VERSIONS = ("2.13.0", "2.14.1", "2.15.0")
 TESTED_ON = "2026-11-18"
 

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from flexcomm.stats import SyncRecord
     from flexcomm.transport import Transport
 
-__all__ = ["World", "connect", "connect_mesh", "default_world"]
-
 TIMEOUT_S = 300.0
 UNKNOWN = -1
 

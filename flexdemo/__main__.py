@@ -16,8 +16,6 @@ from flexdemo.predict.command import predict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
-
 
 def build_app() -> typer.Typer:
     """Return the command line, a group even while there is one subcommand."""

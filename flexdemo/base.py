@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     Rule = tuple[Callable[[Any], bool], str]
 
-__all__ = ["ABOVE_0_TO_1", "AT_LEAST_0", "FROM_0_TO_1", "NodeOptimizer", "SyncTarget"]
-
 SyncTarget = Literal["gradients", "steps"]
 """Nodes exchange gradients, and all take the same step; or each takes a step of its own, and they exchange those."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from flexdemo.local_steps import OuterOptimizer
     from flexdemo.parameters import Group
 
-__all__ = ["FlexDeMo"]
-
 Update = Literal["sign", "plain"]
 
 

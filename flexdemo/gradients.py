@@ -54,18 +54,6 @@ if TYPE_CHECKING:
     from flexcomm import AlgorithmOption, Average, Compressor, NonFinitePolicy, SyncHandle, SyncPlan, TensorShard, World
     from flexdemo.parameters import Group
 
-__all__ = [
-    "Bucket",
-    "BucketExchange",
-    "BucketResult",
-    "CompressionSettings",
-    "GradientExchange",
-    "ReadyBuckets",
-    "bucket_parameters",
-    "check_same_buckets",
-    "spec_of",
-]
-
 
 @dataclass(frozen=True)
 class CompressionSettings:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from flexdemo.gradients import BucketResult
 
-__all__ = ["Inner"]
-
 
 class Inner:
     """torch's optimizers inside ``owner``, whose parameter groups and state they use.

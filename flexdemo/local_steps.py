@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from flexdemo.gradients import Bucket, BucketResult
     from flexdemo.parameters import Group
 
-__all__ = ["LocalSteps", "OuterOptimizer"]
-
 
 @dataclass(frozen=True)
 class OuterOptimizer:

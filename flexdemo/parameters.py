@@ -17,17 +17,6 @@ if TYPE_CHECKING:
 
     from flexcomm import Topology, World
 
-__all__ = [
-    "Group",
-    "broadcast_parameters_",
-    "check_parameter",
-    "gradient_of",
-    "is_sharded",
-    "local",
-    "names_of",
-    "wrapped_like",
-]
-
 Group = dict[str, Any]
 """One of torch's ``param_groups``: torch itself types their values as Any."""
 

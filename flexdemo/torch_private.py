@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
     from torch.nn import Parameter
 
-__all__ = [
-    "ParamGroup",
-    "ShardedParam",
-    "flat_params_of",
-    "has_post_accumulate_grad_hooks",
-    "has_saved_gradient",
-    "mesh_without_groups",
-    "param_groups_of",
-    "queue_callback",
-    "remove_comm_hook",
-    "set_comm_hook_state",
-    "version_of",
-]
-
 # Autograd
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from flexdemo.local_steps import OuterOptimizer
     from flexdemo.parameters import Group
 
-__all__ = ["DistributedOptimizer", "FlexDeMoAdamW"]
-
 
 class DistributedOptimizer(NodeOptimizer):
     """One of torch's optimizers, or a list of them, on every node; replicas hold the same bits after every exchange.

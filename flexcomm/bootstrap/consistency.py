@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from flexcomm.transport import Transport
 
-__all__ = ["ConsistencyCheck"]
-
 DIGEST_BYTES = 32
 MOST_FIELDS = 1 << 16
 REPORT_BYTES = 1 << 16

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from flexcomm.topology import RankInfo
     from flexcomm.transport import Transport
 
-__all__ = ["GroupFactory", "TransportName", "check_timeout", "check_transport_argument"]
-
 TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 """``auto``, ``mpi``, and the backends of the devices in :data:`flexcomm.device.KINDS`."""
 _BACKENDS = tuple(kind.backend for kind in KINDS.values() if kind.backend is not None)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from flexcomm.transport import Handle
     from flexcomm.world import World
 
-__all__ = ["DUMP_VARIABLE", "explain_timeout"]
-
 DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"
 """Where reports of missed deadlines go; the folder for temporary files, if it is not set."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from flexcomm.topology import RankInfo
 
-__all__ = ["abort_job_if_mpi_is_started", "barrier_with_timeout", "join_mpi_job", "place_in_shared_memory"]
-
 FORWARDING_S = 0.5
 """Time for the launcher to forward the traceback. MPICH's drops what it has not forwarded when a rank aborts."""
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from flexcomm.topology import RankInfo
     from flexcomm.transport import Transport
 
-__all__ = ["start_torch"]
-
 RECORD_BYTES = 4096
 MOST_ADDRESSES = 16
 PROBE_TIMEOUT_S = 2.0

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import BufferPlan
 
-__all__ = ["Decoder", "decode_bucket_", "regions_of"]
-
 
 def regions_of(senders: Sequence[str], nbytes: Sequence[int]) -> list[Region]:
     """Return where buffers are that lie one behind the other; lengths may come from the senders."""

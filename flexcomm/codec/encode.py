@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import BufferPlan
 
-__all__ = ["Encoder", "check_numbers", "check_tensors", "encode_bucket_"]
-
 _PLAIN = StateUpdate()
 _NUMBERS = 1 << 64
 

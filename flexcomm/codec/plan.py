@@ -15,8 +15,6 @@ from flexcomm.kernels.layout import VERSION
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["assemble_buffer", "is_dense", "plan_buffer", "plan_tensor"]
-
 _TINY_NUMEL = 64
 
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from flexcomm.kernels import BufferPlan, Region
     from flexcomm.kernels.layout import Header
 
-__all__ = ["check_region", "header_error", "payload_error", "read_header", "to_words"]
-
 _ENCODED_WRONG = (
     "The checksum fits, so it was sent like that: run flexcomm.testing.check_kernels there, or look at its memory."
 )

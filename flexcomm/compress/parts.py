@@ -20,21 +20,6 @@ from flexcomm.kernels import Selection
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = [
-    "Basis",
-    "Cut",
-    "Dct",
-    "Everything",
-    "Identity",
-    "RandomK",
-    "Selector",
-    "Settings",
-    "Striding",
-    "Threshold",
-    "TopK",
-    "TopRate",
-]
-
 # Kernels work on whole chunks, in memory of their own for each thread: up to 50 bytes for each coefficient.
 _LARGEST_FLAT_CHUNK = 1 << 16
 _LARGEST_DCT_CHUNK = 1024

@@ -14,8 +14,6 @@ from flexcomm.kernels import TensorPlan, TensorSpec, ValueCode, ValueName
 if TYPE_CHECKING:
     from flexcomm.compress.parts import Settings
 
-__all__ = ["Compressor", "Pipeline", "TensorSpec", "ValueName"]
-
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of tensors that can be compressed."""
 

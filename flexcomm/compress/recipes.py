@@ -12,8 +12,6 @@ from flexcomm.kernels import ValueCode
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["demo", "dense", "random_k", "sign", "striding", "threshold", "top_k"]
-
 
 def demo(k: int = 32, chunk: int = 64, values: ValueName = "bf16") -> Pipeline:
     """Send the ``k`` fastest-moving components of every chunk of ``chunk x chunk``: DeMo's rule.

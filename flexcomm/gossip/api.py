@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from flexcomm.gossip.state import MixResiduals, PushSum
     from flexcomm.world import World
 
-__all__ = ["MixHandle", "MixResult", "mix", "plan_mix", "start_mix"]
-
 T = TypeVar("T", Tensor, list[Tensor])
 
 

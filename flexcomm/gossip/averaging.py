@@ -18,15 +18,6 @@ if TYPE_CHECKING:
 
     Matrix = NDArray[np.float64]
 
-__all__ = [
-    "MOST_NODES",
-    "averages_exactly",
-    "check_strongly_connected",
-    "connected_components",
-    "contraction_of",
-    "product_of",
-]
-
 MOST_NODES = 4096
 """Above this many nodes the matrix of a schedule takes too much memory and time."""
 

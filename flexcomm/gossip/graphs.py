@@ -35,20 +35,6 @@ if TYPE_CHECKING:
     Nodes = Sequence[int]
     Phases = list[Phase]
 
-__all__ = [
-    "RandomSchedule",
-    "alternating",
-    "alternating_exponential_ring",
-    "base",
-    "complete",
-    "directed_exponential",
-    "fixed_ring",
-    "one_peer_exponential",
-    "random_matching",
-    "ring",
-    "static_exponential",
-]
-
 _PAIR = 2
 
 

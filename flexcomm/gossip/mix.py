@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     Messages = Sequence[tuple[int, Tensor]]
 
-__all__ = ["MessageHeader", "MixContext", "mix_bucket"]
-
 
 @dataclass(eq=False)
 class MixContext:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["ROUNDING", "Edge", "Group", "Phase", "as_count", "as_int", "first_few"]
-
 ROUNDING = 1e-12
 """Weights that differ by no more than this count as equal: sums of rounded weights are off by that much."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from flexcomm.transport import Transport
     from flexcomm.world import World
 
-__all__ = ["MixPlan", "MixSettings", "Round", "plan_for", "round_of"]
-
 _PAIR = 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

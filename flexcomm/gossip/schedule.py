@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-__all__ = ["Schedule", "ScheduleLike", "ScheduleReport", "from_edges", "from_matrix"]
-
 _SUM_TOLERANCE = 1e-6
 """The largest deviation of a column's sum from 1: matrices may come in float32."""
 

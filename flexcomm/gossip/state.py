@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from flexcomm.compress import Compressor
     from flexcomm.kernels import TensorPlan
 
-__all__ = ["MixResiduals", "PushSum", "choose_gamma"]
-
 _MOST_BIASED_GAMMA = 0.9
 _FEW_MAGNITUDES = 4
 _LARGE = {False: (1 << 22,), True: (1 << 11, 1 << 11)}

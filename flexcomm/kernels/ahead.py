@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.cpu import CpuKernels
 
-__all__ = ["CALLS", "compile_ahead"]
-
 
 def _exchange(plan: TensorPlan, kernels: CpuKernels) -> None:
     """Send ones from one sender to itself."""

@@ -15,17 +15,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.layout import BufferPlan, Region
 
-__all__ = [
-    "LARGEST_MAGNITUDE",
-    "Average",
-    "BucketDecoder",
-    "BucketEncoder",
-    "Kernels",
-    "Problem",
-    "StateUpdate",
-    "Status",
-]
-
 Average = Literal["nodes", "contributors"]
 """Divide a sum by the number of payloads, or by the number of those that sent the coefficient."""
 

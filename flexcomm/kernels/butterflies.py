@@ -20,8 +20,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ADD_SCALED", "BUTTERFLY", "MIX", "SCALE", "Program", "plan_dct", "plan_inverse_dct"]
-
 BUTTERFLY = 0
 """(i, j) <- (i + j, i - j)"""
 MIX = 1

@@ -9,8 +9,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINS", "BIN_SHIFT", "Raised", "entries_before", "fill_up", "raise_threshold", "threshold_bits"]
-
 BIN_SHIFT = 16
 """Magnitudes are binned by the upper half of their bits."""
 BINS = 1 << 15

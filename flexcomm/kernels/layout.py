@@ -19,26 +19,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.plan import SampleKey, TensorPlan, TensorSpec
 
-__all__ = [
-    "ALIGNMENT",
-    "CHECKSUM_WORD",
-    "HEADER_NBYTES",
-    "HEADER_NWORDS",
-    "MAGIC",
-    "NONFINITE",
-    "VERSION",
-    "WORD_NBYTES",
-    "BufferPlan",
-    "Header",
-    "IndexCode",
-    "Layout",
-    "RawHeader",
-    "Region",
-    "aligned",
-    "checksum_of",
-    "plan_layout",
-]
-
 VERSION = 1
 MAGIC = b"FLXC"
 WORD_NBYTES = 4

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from flexcomm.kernels.layout import BufferPlan, Layout, Region
     from flexcomm.kernels.plan import SampleKey, TensorPlan
 
-__all__ = ["Payload", "PerTensorKernels", "TensorEncoding", "TensorState", "ThresholdCounts"]
-
 
 class TensorState(NamedTuple):
     """The state of one tensor, where its successor goes, and how they are related; None: nothing is kept."""

@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
     from typing import Self
 
-__all__ = [
-    "NO_SAMPLE_KEY",
-    "SampleKey",
-    "Selection",
-    "SelectionRule",
-    "TensorPlan",
-    "TensorSpec",
-    "ValueCode",
-    "ValueFormat",
-    "ValueName",
-    "check_implemented",
-]
-
 
 class TensorSpec(NamedTuple):
     """What a plan may depend on: the same on every rank.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from flexcomm.kernels.base import Average, BucketDecoder, BucketEncoder, Kernels, StateUpdate
     from flexcomm.kernels.layout import BufferPlan, Region
 
-__all__ = ["StagedKernels"]
-
 
 class StagedKernels:
     """The calls of a kernel set of the host, for tensors on any device."""

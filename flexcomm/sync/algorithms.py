@@ -32,25 +32,6 @@ if TYPE_CHECKING:
     from flexcomm.sync.bucket import BucketContext
     from flexcomm.transport import Handle, Transport
 
-__all__ = [
-    "LEGS",
-    "LEVELS",
-    "Collective",
-    "FailedExchange",
-    "GatheredPayloads",
-    "Leg",
-    "Received",
-    "Steps",
-    "can_reduce",
-    "decoder_for",
-    "dense_plan",
-    "digest_bits",
-    "encode_",
-    "gather",
-    "gatherv",
-    "reduce",
-]
-
 Leg = Literal["reduce_inside", "exchange", "second_exchange", "gather_inside"]
 """A part of a bucket's path with at most one collective: inside the node, or between nodes."""
 LEGS: tuple[Leg, ...] = get_args(Leg)

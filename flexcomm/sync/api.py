@@ -26,16 +26,6 @@ if TYPE_CHECKING:
     from flexcomm.sync.residuals import Residuals
     from flexcomm.sync.shards import TensorShard
 
-__all__ = [
-    "BUCKET_BYTES",
-    "SyncHandle",
-    "hierarchical_sync",
-    "plan_sync",
-    "shards_held",
-    "start_exchange",
-    "start_sync",
-]
-
 BUCKET_BYTES = 16 << 20
 """Dense bytes of a bucket. docs/benchmarks.md shows what other sizes cost."""
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from flexcomm.sync.plan import Algorithm, BucketPlan
     from flexcomm.sync.shards import TensorShard
 
-__all__ = ["VERIFIED", "BucketContext", "Verified", "sync_bucket"]
-
 ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Received]]] = {
     "gather": gather,
     "gatherv": gatherv,

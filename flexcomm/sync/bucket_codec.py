@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from flexcomm.sync.algorithms import Received, Steps
     from flexcomm.sync.bucket import BucketContext
 
-__all__ = ["BucketCodec", "BucketCompressor", "exchange_by_codec", "rank_of", "uncut_shard"]
-
 
 class BucketCompressor(ABC):
     """A compressor that is no pipeline. Like every compressor it is a value: frozen, hashed and printed by settings.

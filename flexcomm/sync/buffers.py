@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["BufferPool", "Buffers"]
-
 MOST_SPARE = 8
 """Buffers that a pool keeps for calls under way at once; a burst of more calls frees its own."""
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from flexcomm.transport import Handle, Transport
     from flexcomm.world import World
 
-__all__ = ["BucketTask", "Engine", "SyncCall", "engine_of"]
-
 MOST_PLANS = 256
 
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["check_outputs"]
-
 
 def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raise unless every output is as its tensor is, contiguous, and in memory that neither inputs nor others use."""

@@ -25,19 +25,6 @@ if TYPE_CHECKING:
     from flexcomm.compress import Compressor, TensorSpec
     from flexcomm.sync.bucket_codec import BucketCodec
 
-__all__ = [
-    "Algorithm",
-    "AlgorithmOption",
-    "BucketPlan",
-    "NonFinitePolicy",
-    "SyncPlan",
-    "SyncSettings",
-    "choose_algorithms",
-    "fill_buckets",
-    "plan_buckets",
-    "sum_dtype",
-]
-
 log = logging.getLogger(__name__)
 
 Algorithm = Literal["gather", "gatherv", "reduce", "two_phase", "dense", "codec"]

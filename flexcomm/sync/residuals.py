@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import TensorPlan
 
-__all__ = ["Residuals"]
-
 
 class StateEntry(NamedTuple):
     """A state, and the memory its successor is written to: until a sync has succeeded, nothing is lost."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import TensorPlan
 
-__all__ = ["TensorShard", "shard_tensor"]
-
 
 class TensorShard(NamedTuple):
     """Elements ``first`` to ``last`` of a flattened tensor, chunks from ``first_chunk`` on, and the plan for them."""

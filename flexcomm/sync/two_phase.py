@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from flexcomm.sync.algorithms import Received
     from flexcomm.sync.bucket import BucketContext
 
-__all__ = ["can_take_two_phases", "plan_two_phase", "two_phase"]
-
 
 class NodePart(NamedTuple):
     """The part of a bucket that one node averages: shards of shards, with the plans of both phases.

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     Task = BucketTask[Any]
 
-__all__ = ["CommThreads", "can_run_in_background"]
-
 _END_S = 1.0
 """How long an interpreter that ends waits for a collective that does not."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import BufferPlan
 
-__all__ = ["DTYPES", "BucketCase", "numbers", "sampled_buckets", "with_gaps"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = ("normal", "ties", "tiny", "sparse", "wide", "zeros", "rising")
 STATES = ("none", "apart", "same")

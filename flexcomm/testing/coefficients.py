@@ -19,20 +19,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import BufferPlan, Kernels, TensorPlan
 
-__all__ = [
-    "PLAIN",
-    "SEQUENCE",
-    "Sent",
-    "coefficients_of",
-    "decode",
-    "elements_of",
-    "encode",
-    "encode_bucket",
-    "everything_of",
-    "plan_single",
-    "sent_coefficients",
-]
-
 PLAIN = StateUpdate()
 _GARBAGE = -0x21524111
 SEQUENCE = 7

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from flexcomm.compress import Compressor
 
-__all__ = ["COMPRESSOR_LAWS", "check_compressor"]
-
 SHAPES = ((), (0,), (1,), (7,), (61,), (3, 0, 2), (1, 9), (9, 1), (5, 13), (24, 20), (3, 4, 5), (2, 3, 4, 5), (130,))
 SPECS = tuple(
     TensorSpec(f"{str(DTYPES[number % 4])[6:]}{list(shape)}", shape, DTYPES[number % 4])

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels import BucketDecoder, Kernels
 
-__all__ = ["KERNEL_LAWS", "check_kernels", "reseal_"]
-
 _REFERENCE = ReferenceKernels()
 _STEP = 5
 _CHOICES = (Selection.LARGEST, Selection.STRIDED)

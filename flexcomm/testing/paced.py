@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from flexcomm.transport import Handle, Transport
     from flexcomm.world import World
 
-__all__ = ["Link", "PacedTransport", "pace"]
-
 T = TypeVar("T")
 
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from flexcomm.sync import NonFinitePolicy
     from flexcomm.world import World
 
-__all__ = ["CALL_LAWS", "SYNC_LAWS", "check_sync", "require_same_everywhere"]
-
 SPECS = (
     TensorSpec("matrix", (300, 200), torch.float32),
     TensorSpec("prime", (1009,), torch.float32),

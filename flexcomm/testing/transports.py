@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from flexcomm.transport import Transport
 
-__all__ = ["TRANSPORT_LAWS", "check_transport"]
-
 MOVABLE = (*REDUCIBLE, torch.int16, torch.uint16, torch.bool, torch.complex64)
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 4))
 

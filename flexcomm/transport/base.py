@@ -12,17 +12,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "Expired",
-    "Finished",
-    "Handle",
-    "Operation",
-    "Request",
-    "Transport",
-    "check_has_verbs",
-    "describe_transport",
-]
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

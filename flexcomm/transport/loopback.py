@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["LoopbackTransport"]
-
 
 class LoopbackTransport(BufferTransport):
     """A transport of one rank."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from flexcomm.transport.base import Request
 
-__all__ = ["MPITransport", "mpi_is_gpu_aware"]
-
 BufferSpec = tuple["MPI.buffer", int, "MPI.Datatype"]
 
 LARGEST_COUNT = 2**31 - 1

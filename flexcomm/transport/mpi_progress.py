@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-__all__ = ["MPIRequest", "start_request", "threads_are_free"]
-
 TEST_INTERVAL_S = 0.0005
 SPIN_S = 0.002
 """A rank that waits only yields between its tests for so long; then it sleeps a tenth of the time it has waited."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from flexcomm.transport.base import Handle, Transport
 
-__all__ = ["PerDeviceTransport"]
-
 
 class PerDeviceTransport:
     """Host tensors over ``host``, an accelerator's over ``device``; both join the same ranks in the same order."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from flexcomm.transport.base import Request
 
-__all__ = ["REDUCIBLE", "BufferTransport", "as_bytes"]
-
 REDUCIBLE = (
     torch.float64,
     torch.float32,

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from flexcomm.transport.base import Request
 
-__all__ = ["TorchTransport"]
-
 _PAIR = 2
 """Between two ranks gloo's gather sends one way at a time, and uses 61 % of a link of 100 Mbit/s. Messages: 92 %."""
 

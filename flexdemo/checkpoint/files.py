@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from flexdemo.checkpoint.node_axis import OtherNodes
     from flexdemo.hooks.handle import HookHandle
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
 _RESIDUALS = "handle.residuals."
 
 

@@ -29,19 +29,6 @@ if TYPE_CHECKING:
     from flexcomm import World
     from flexdemo.parameters import Group
 
-__all__ = [
-    "FromOtherNodes",
-    "NodeAxis",
-    "OtherNodes",
-    "Rows",
-    "check_sizes",
-    "is_stacked",
-    "longest_on_node",
-    "required",
-    "stacked_state",
-    "take_state_",
-]
-
 _AXES = ("node", "local_rank")
 
 OtherNodes = Literal["error", "mean", "reset"]

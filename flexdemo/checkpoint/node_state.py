@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from flexdemo.local_steps import LocalSteps
     from flexdemo.parameters import Group
 
-__all__ = ["NodeState"]
-
 MOMENTUM, UNSENT, OWNER = "momentum", "unsent", "owner"
 """The keys of the residuals of gradients, of the residuals of local steps, and of the rank that saved them."""
 ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"

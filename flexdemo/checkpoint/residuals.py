@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from flexdemo.checkpoint.node_axis import NodeAxis, OtherNodes, Rows
     from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings
 
-__all__ = ["StateEntry", "States", "UnshardedTensor", "find_entries", "load_states"]
-
 States = dict["Residuals", dict[str, "Tensor"]]
 """States to load, by residuals and name."""
 

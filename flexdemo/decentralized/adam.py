@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from flexdemo.decentralized.consensus import ConsensusControl
     from flexdemo.decentralized.optimizer import Order, Overlap
 
-__all__ = ["DecentralizedAdam"]
-
 
 class DecentralizedAdam(DecentralizedOptimizer):
     """Decentralized Adam (arXiv 2410.11998): ``x <- W x - lr * Adam(gradient at the unmixed x)``, with local moments.

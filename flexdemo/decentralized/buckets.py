@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from flexcomm.gossip import ScheduleLike
     from flexdemo.gradients import Bucket
 
-__all__ = ["MixBucket", "MixRule", "clip_", "gradients_of", "squared_norm", "take_communicator"]
-
 
 @dataclass(frozen=True)
 class MixRule:

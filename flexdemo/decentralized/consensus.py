@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from flexcomm import World
     from flexdemo.parameters import Group
 
-__all__ = ["INITIAL_STATE", "ConsensusControl", "update_consensus_"]
-
 Action = Literal["rounds", "complete"]
 
 

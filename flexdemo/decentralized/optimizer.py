@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from flexdemo.gradients import Bucket
     from flexdemo.parameters import Group
 
-__all__ = ["DecentralizedOptimizer", "Order", "Overlap"]
-
 Order = Literal["mix-then-step", "step-then-mix"]
 Overlap = Literal["step", "backward", "none"]
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from flexdemo.decentralized.buckets import MixBucket
     from flexdemo.parameters import Group
 
-__all__ = ["ReplicaState"]
-
 HERE, OWNER, PUSH_WEIGHT = "here", "owner", "push_weight"
 """The keys of a parameter's value on this replica, of the replica's owner, and of its push-sum weight."""
 RESIDUALS = ("public", "public_sum")

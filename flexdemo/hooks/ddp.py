@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from flexcomm import Average, Compressor, NonFinitePolicy, World
 
-__all__ = ["CompressionState", "attach_to_ddp", "compression_hook"]
-
 
 class CompressionState(HookHandle):
     """The state of :func:`compression_hook`, for those who register hooks themselves, as Lightning does on GPUs.

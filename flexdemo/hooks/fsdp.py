@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from flexcomm import Average, Compressor, NonFinitePolicy, World
     from flexdemo.torch_private import ParamGroup, ShardedParam
 
-__all__ = ["attach_to_fsdp"]
-
 
 def attach_to_fsdp(
     model: Module,

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from flexdemo.hooks.handle import HookHandle
 
-__all__ = ["attach_to_fsdp1"]
-
 _SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 

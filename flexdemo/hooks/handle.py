@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from flexdemo.checkpoint.residuals import StateEntry, States
     from flexdemo.gradients import Bucket
 
-__all__ = ["BackwardPass", "HookHandle"]
-
 
 class HookHandle:
     """The exchange of a model's gradients, with the residuals of what was not sent.

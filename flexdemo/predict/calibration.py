@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = [
-    "ASSUMED_COMPRESSION",
-    "Calibration",
-    "CodecTiming",
-    "Compute",
-    "compression_for_k",
-    "fit_compression",
-    "fit_compressions",
-    "read_calibration",
-    "read_collectives",
-    "write_calibration",
-]
-
 SCHEMA = "flexdemo-calibration"
 VERSION = 2
 

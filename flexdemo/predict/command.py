@@ -31,8 +31,6 @@ from flexdemo.predict.report import (
 from flexdemo.predict.scenario import DDP_BUCKET_BYTES, PredictOptions, given_compute, plan_scenario
 from flexdemo.runtime import Straggler
 
-__all__ = ["predict"]
-
 _KS = [128, 32, 8]
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _BUCKET_HELP = (

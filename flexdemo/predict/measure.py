@@ -32,17 +32,6 @@ if TYPE_CHECKING:
     from flexcomm import World
     from flexdemo.runtime import Compression
 
-__all__ = [
-    "SmallTransformer",
-    "TrainingStep",
-    "calibrate",
-    "load_workload",
-    "measure",
-    "measure_codec",
-    "measure_compute",
-    "measure_links",
-]
-
 
 def calibrate(file: Path, workload: str | None = None, compute: Compute | None = None) -> tuple[bool, Calibration]:
     """Measure on all ranks that were started, and write ``file`` on rank 0.

@@ -32,22 +32,6 @@ if TYPE_CHECKING:
     from flexdemo.predict.scenario import PredictOptions, Scenario
     from flexdemo.runtime import Cluster, Compression, Workload
 
-__all__ = [
-    "SCHEDULES",
-    "AllReduceMethod",
-    "Curve",
-    "DecentralizedMethod",
-    "Family",
-    "FlexDemoMethod",
-    "Method",
-    "MethodPrediction",
-    "make_schedule",
-    "plan_methods",
-    "predict_methods",
-    "predict_over_bandwidth",
-    "predict_over_nodes",
-]
-
 Family = Literal["all-reduce", "decentralized", "flexdemo"]
 
 SCHEDULES: Mapping[str, Callable[[int], ScheduleLike]] = {

@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from flexdemo.predict.scenario import Scenario
     from flexdemo.runtime import BreakEven
 
-__all__ = [
-    "RATE_UNITS",
-    "Recommendation",
-    "check_plot_possible",
-    "describe_scenario",
-    "draw_plot",
-    "recommend",
-    "write_json",
-    "write_table",
-]
-
 SCHEMA = "flexdemo-prediction"
 VERSION = 2
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from flexdemo.predict.calibration import Calibration
     from flexdemo.predict.methods import Family, Method
 
-__all__ = ["DDP_BUCKET_BYTES", "PredictOptions", "Scenario", "given_compute", "plan_scenario"]
-
 DDP_BUCKET_BYTES = 25 << 20
 """Default ``bucket_cap_mb=25`` of ``torch.nn.parallel.DistributedDataParallel``."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from flexdemo.runtime.workload import Cluster, Workload
 
-__all__ = ["BreakEven", "SpeedupFactors", "explain_speedup", "find_break_evens"]
-
 _LOWEST_BYTES_PER_S, _HIGHEST_BYTES_PER_S = 1e5, 1e11
 _POINTS_PER_DECADE = 3
 _BISECTIONS = 12

@@ -21,18 +21,6 @@ from typing import Protocol
 
 from flexcomm import InvalidArgumentError
 
-__all__ = [
-    "LINKS",
-    "AlphaBeta",
-    "LinkTable",
-    "Links",
-    "MeasuredLinks",
-    "check_at_least",
-    "check_between",
-    "crossings",
-    "fit_alpha_beta",
-]
-
 LINKS = ("group", "edges", "all-reduce", "gather", "intra")
 
 

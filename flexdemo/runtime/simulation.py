@@ -25,22 +25,6 @@ if TYPE_CHECKING:
 
     from flexdemo.runtime.workload import Cluster, Compression, Workload
 
-__all__ = [
-    "HORIZON",
-    "Algorithm",
-    "AllReduceSchedule",
-    "Horizon",
-    "Schedule",
-    "Timing",
-    "Updates",
-    "choose_algorithm",
-    "plan_phase",
-    "sent_nbytes",
-    "simulate_all_reduce",
-    "simulate_decentralized",
-    "simulate_flexdemo",
-]
-
 Updates = Literal["backward", "step"]
 Algorithm = Literal["gather", "two_phase", "dense"]
 """Inter-node algorithms of a compressed bucket. ``two_phase`` is a reduce-scatter and an all-gather of payloads."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from flexdemo.runtime.links import Links
 
-__all__ = ["Cluster", "Compression", "Straggler", "Workload", "intra_legs_s", "plan_workload"]
-
 
 @dataclass(frozen=True)
 class Cluster:

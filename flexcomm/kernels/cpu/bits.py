@@ -11,19 +11,6 @@ from flexcomm.kernels.cpu.compiler import compiled
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int
 
-__all__ = [
-    "bf16_bits",
-    "bf16_up",
-    "fp16_bits",
-    "fp16_value",
-    "from_bits",
-    "get_window",
-    "put_window",
-    "saturated_bf16",
-    "sum_magnitudes",
-    "to_bits",
-]
-
 _FULL_WINDOW = np.uint64(0xFFFFFFFFFFFFFFFF)
 _MAGNITUDE = 0x7FFFFFFF
 _LARGEST_BF16 = 0x7F7F

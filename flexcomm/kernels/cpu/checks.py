@@ -12,8 +12,6 @@ from flexcomm.kernels.layout import CHECKSUM_WORD, HEADER_NBYTES, HEADER_NWORDS,
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import FullWords, Int, Longs
 
-__all__ = ["check_headers", "write_header"]
-
 _FLAGS_WORD, _ENTRIES_WORD, _LENGTH_WORD = 1, 8, 10
 _FLAGS_SHIFT = 16
 

@@ -24,26 +24,6 @@ if TYPE_CHECKING:
     Instruction = Callable[..., Any]
     Vectors = list[Any]
 
-__all__ = [
-    "BINS",
-    "LANES",
-    "LENGTH",
-    "LINE",
-    "WINDOW",
-    "count_bits",
-    "dct_columns",
-    "dct_flat",
-    "dct_rows",
-    "dct_rows_of_state",
-    "idct_columns",
-    "idct_flat",
-    "idct_rows",
-    "lowest_bit",
-    "pointer_to",
-    "prefetch",
-    "reaching",
-]
-
 LENGTH = 64
 """How many rows a codelet transforms."""
 LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8

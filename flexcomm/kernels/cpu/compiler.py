@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
     Integers = NDArray[Any]  # of any width
 
-__all__ = ["compiled", "kept", "kernel_folders", "list_sources", "summing"]
-
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     Loop = Callable[..., Any]
 
-__all__ = ["Group", "plan_groups"]
-
 BLOCK_NUMEL = 1 << 17
 """Elements that are worked on at a time, stage by stage: with their states, they stay in a core's second cache."""
 _CHUNKS_PER_WORD = 32

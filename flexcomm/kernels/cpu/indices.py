@@ -16,8 +16,6 @@ from flexcomm.kernels.layout import IndexCode
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs
 
-__all__ = ["put_indices", "read_counts", "read_indices", "write_counts"]
-
 _PACKED = int(IndexCode.PACKED)
 _ELIAS_FANO = int(IndexCode.ELIAS_FANO)
 _WINDOW_BITS = 64

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.layout import BufferPlan, Layout, Region
 
-__all__ = ["CpuKernels"]
-
 _SMALLEST_SHARE = 1 << 16
 """Elements below which a second thread costs more than it saves."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     Reals = NDArray[Any]  # of float32, or of float64
 
-__all__ = ["mixer_of"]
-
 BFLOAT16, FLOAT16 = range(2)
 _HALVES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _BLOCK = 2048

@@ -18,18 +18,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.cpu.compiler import Int, Ints, Longs
 
-__all__ = [
-    "PICKERS",
-    "SELECTIONS",
-    "bins_for",
-    "count_reaching",
-    "fill_histogram",
-    "pick_above",
-    "pick_largest",
-    "pick_shuffled",
-    "pick_strided",
-]
-
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _TWO_OCTAVES = 2 << 23
 _LOW32 = 0xFFFFFFFF

@@ -17,20 +17,6 @@ from flexcomm.kernels.cpu.compiler import compiled
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, Ints, Longs
 
-__all__ = [
-    "chunk_span",
-    "coefs_at",
-    "entries_before",
-    "float_of",
-    "floats_at",
-    "ints_at",
-    "longs_at",
-    "picks_of",
-    "sent_of",
-    "tensor_of",
-    "words_of",
-]
-
 TENSOR = (
     "X", "STATE", "STATE_OUT", "FACTOR", "KEY", "START",
     "FIRST_CHUNK", "CHUNKS", "ROWS", "COLS", "CHUNK_ROWS", "CHUNK_COLS", "GRID_COLS", "NUMEL",

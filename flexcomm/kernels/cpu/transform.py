@@ -41,17 +41,6 @@ from flexcomm.kernels.cpu.tables import (
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs
 
-__all__ = [
-    "accumulate_any",
-    "accumulate_flat",
-    "accumulate_plain",
-    "accumulate_square",
-    "restore_any",
-    "restore_flat",
-    "restore_plain",
-    "restore_square",
-]
-
 SQUARE = LENGTH * LENGTH
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MAGNITUDE = np.int32(0x7FFFFFFF)

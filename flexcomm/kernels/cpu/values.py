@@ -36,8 +36,6 @@ from flexcomm.kernels.plan import ValueCode
 if TYPE_CHECKING:
     from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Longs
 
-__all__ = ["CODES", "check_values", "get_values", "put_floats", "put_scaled"]
-
 _FP32, _BF16, _FP16 = int(ValueCode.FP32), int(ValueCode.BF16), int(ValueCode.FP16)
 _INT8, _SIGN, _SIGN2 = int(ValueCode.INT8), int(ValueCode.SIGN), int(ValueCode.SIGN2)
 CODES = (ValueCode.FP32, ValueCode.BF16, ValueCode.FP16, ValueCode.INT8, ValueCode.SIGN, ValueCode.SIGN2)

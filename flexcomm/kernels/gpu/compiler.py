@@ -11,8 +11,6 @@ from typing import Any
 
 from flexcomm.errors import FlexcommError
 
-__all__ = ["OPTIONS", "SOURCE", "compile_cubin", "find_cubin", "load_nvrtc"]
-
 SOURCE = Path(__file__).with_name("codec.cu")
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """Arithmetic as IEEE has it: whatever is fused, flushed or approximated would differ from the other kernel sets."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from flexcomm.kernels.per_tensor import TensorState
     from flexcomm.kernels.plan import SampleKey, TensorPlan
 
-__all__ = ["ELEMENTS", "coefficients_job", "elements_job", "list_records", "mix_job", "plan_job", "section_of"]
-
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """As ``codec.cu`` numbers them."""
 _SELECTIONS = (Selection.EVERYTHING, Selection.LARGEST, Selection.ABOVE, Selection.SHUFFLED, Selection.STRIDED)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.plan import SampleKey, TensorPlan
 
-__all__ = ["GpuKernels"]
-
 _EXPONENT = int(math.log2(LARGEST_MAGNITUDE))
 _NONFINITE_BITS = {
     torch.float32: (127 + _EXPONENT) << 23,

@@ -14,8 +14,6 @@ from flexcomm.kernels.gpu.compiler import find_cubin
 if TYPE_CHECKING:
     from flexcomm.kernels.gpu.records import Job
 
-__all__ = ["CupyLauncher", "Launcher"]
-
 
 class Launcher(Protocol):
     """Runs a kernel of ``codec.cu`` by name, behind everything torch was told before, on one device."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["load_program", "plan_levels", "rows_of_step"]
-
 
 class _Loaded(NamedTuple):
     """A program on a device: where its lists are, and the tensor that keeps them there."""

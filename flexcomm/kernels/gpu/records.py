@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WORD_NBYTES", "Job", "Section", "Term", "Transform"]
-
 WORD_NBYTES = 4
 
 

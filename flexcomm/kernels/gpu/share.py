@@ -11,8 +11,6 @@ from flexcomm.kernels.gpu.records import WORD_NBYTES
 if TYPE_CHECKING:
     from flexcomm.kernels.plan import TensorPlan
 
-__all__ = ["Share", "plan_chunk_share", "plan_item_share", "plan_sum_share"]
-
 _SHORT = 128
 """Elements of a one-row chunk up to which a single thread does its selection, and a block does many side by side."""
 _WIDEST_GROUP = 64

@@ -12,24 +12,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "GOLDEN",
-    "LOW32",
-    "bf16_up",
-    "bf16_values",
-    "divided",
-    "float_bits",
-    "from_bits",
-    "get",
-    "magnitude_bits",
-    "mix32",
-    "put",
-    "rounded",
-    "saturated_bf16",
-    "to_bits",
-    "to_words",
-]
-
 LOW32 = (1 << 32) - 1
 GOLDEN = 0x9E3779B9
 """2**32 over the golden ratio: multiples of it differ in their upper bits, whatever is hashed with them."""

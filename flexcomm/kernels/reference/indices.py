@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.layout import Layout
 
-__all__ = ["get_indices", "put_indices"]
-
 
 def put_indices(bits: Tensor, chosen: Tensor, layout: Layout) -> None:
     if layout.code is IndexCode.NONE:

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.plan import SampleKey, TensorPlan
 
-__all__ = ["ReferenceKernels"]
-
 _SCALE_INFINITY = 0x7F80
 
 

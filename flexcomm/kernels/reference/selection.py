@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from flexcomm.kernels.per_tensor import ThresholdCounts
     from flexcomm.kernels.plan import SampleKey, TensorPlan
 
-__all__ = ["SELECTIONS", "select", "select_shared"]
-
 
 def select(coefficients: Tensor, plan: TensorPlan, sample_key: SampleKey, threshold: ThresholdCounts | None) -> Tensor:
     if not plan.sends_indices:

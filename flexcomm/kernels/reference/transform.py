@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from flexcomm.kernels.plan import TensorPlan
 
-__all__ = ["accumulate", "apply", "restore"]
-
 PLAIN = StateUpdate()
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["CODES", "dequantise", "quantise"]
-
 _LARGEST_FP16 = 65504.0
 _SUM_LANES = 32
 

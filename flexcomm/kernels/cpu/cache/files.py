@@ -26,8 +26,6 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CACHE_VARIABLE", "Entry", "cache_folders", "warn_once"]
-
 CACHE_VARIABLE = "FLEXCOMM_CACHE_DIR"
 _DIGEST_BYTES = 16
 _LONGEST_WAIT_S = 600.0

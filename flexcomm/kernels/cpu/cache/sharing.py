@@ -29,8 +29,6 @@ try:
 except ImportError as error:
     _MISSING = str(error)
 
-__all__ = ["folder_of", "share"]
-
 _FLAGS = (
     "BOUNDSCHECK",
     "CPU_FEATURES",
