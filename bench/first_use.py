@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,9 +20,7 @@ from bench.cluster.launchers import run_on_loopback
 from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.errors import BenchError
 from bench.tables import print_table
-
-if TYPE_CHECKING:
-    from flexcomm import Compressor
+from flexcomm import Compressor
 
 _REPEATS = 5
 _QUICK_REPEATS = 1

@@ -8,17 +8,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import typer
 
 from bench.cluster.launchers import run_on_loopback
 from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.tables import print_table
+from flexcomm import Transport
 from flexcomm.topology import RANKS_PER_NODE_VARIABLE, read_launcher
-
-if TYPE_CHECKING:
-    from flexcomm import Transport
 
 _OVERLAPS = ("overlap_native", "overlap_python")
 _FIGURES = frozenset({"latency_us", *_OVERLAPS})

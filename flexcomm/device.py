@@ -6,18 +6,13 @@ Streams and devices are torch.accelerator's, whatever kind of device it stands f
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
+from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from flexcomm.errors import TopologyError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"
 """Overrides what the launcher says, for programs whose source cannot be changed."""

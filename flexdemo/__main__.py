@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 try:
     import typer
 except ModuleNotFoundError as error:
     raise SystemExit("error: the command line needs typer and rich: `pip install 'flexcomm[cli]'`.") from error
 
+from collections.abc import Sequence
+
 from flexdemo.predict import PredictError
 from flexdemo.predict.command import predict
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def build_app() -> typer.Typer:

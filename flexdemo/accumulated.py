@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from flexcomm import InvalidArgumentError
-from flexdemo.parameters import gradient_of, local
+from flexdemo.parameters import Group, gradient_of, local
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torch import Tensor
-    from torch.optim.optimizer import ParamsT
-
-    from flexdemo.parameters import Group
-
-    Tensors = tuple[Tensor, ...]
-    _Row = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
+_Row = tuple[Tensor, ...]
 
 _CPU_BATCH_NUMEL = 1 << 15
 """Elements a thread works on at once, so that all that is read and written of them stays in its cache: a step of 23 M

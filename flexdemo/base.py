@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
-from flexcomm import FlexcommError, InvalidArgumentError, TransportError, default_world
-from flexdemo.checkpoint.node_axis import FromOtherNodes
+from flexcomm import Average, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World, default_world
+from flexdemo.checkpoint.node_axis import FromOtherNodes, OtherNodes
 from flexdemo.checkpoint.node_state import NodeState
-from flexdemo.gradients import GradientExchange
-from flexdemo.local_steps import LocalSteps
-from flexdemo.parameters import broadcast_parameters_, check_parameter, names_of
+from flexdemo.gradients import BucketResult, CompressionSettings, GradientExchange
+from flexdemo.local_steps import LocalSteps, OuterOptimizer
+from flexdemo.parameters import Group, broadcast_parameters_, check_parameter, names_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from torch.optim.optimizer import ParamsT
-
-    from flexcomm import Average, NonFinitePolicy, World
-    from flexdemo.checkpoint.node_axis import OtherNodes
-    from flexdemo.gradients import BucketResult, CompressionSettings
-    from flexdemo.local_steps import OuterOptimizer
-    from flexdemo.parameters import Group
-
-    Rule = tuple[Callable[[Any], bool], str]
+Rule = tuple[Callable[[Any], bool], str]
 
 SyncTarget = Literal["gradients", "steps"]
 """Nodes exchange gradients, and all take the same step; or each takes a step of its own, and they exchange those."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
+from torch.optim.optimizer import ParamsT
 
-from flexcomm import BUCKET_BYTES, demo
+from flexcomm import BUCKET_BYTES, Average, Compressor, NonFinitePolicy, World, demo
 from flexdemo.base import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, NodeOptimizer
-from flexdemo.gradients import CompressionSettings
-from flexdemo.parameters import local
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-
-    from flexcomm import Average, Compressor, NonFinitePolicy, World
-    from flexdemo.gradients import BucketResult
-    from flexdemo.local_steps import OuterOptimizer
-    from flexdemo.parameters import Group
+from flexdemo.gradients import BucketResult, CompressionSettings
+from flexdemo.local_steps import OuterOptimizer
+from flexdemo.parameters import Group, local
 
 Update = Literal["sign", "plain"]
 

@@ -17,42 +17,43 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from flexcomm import (
+    AlgorithmOption,
+    Average,
+    Compressor,
     ConfigMismatchError,
     FlexcommError,
     InvalidArgumentError,
+    NonFinitePolicy,
     Residuals,
     SyncError,
+    SyncHandle,
+    SyncPlan,
+    TensorShard,
     TensorSpec,
     TransportError,
+    World,
     choose_algorithms,
     fill_buckets,
     plan_sync,
     shards_held,
     start_planned,
 )
-from flexdemo.parameters import gradient_of, is_sharded, local, names_of
+from flexdemo.parameters import Group, gradient_of, is_sharded, local, names_of
 from flexdemo.torch_private import version_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-    from torch.nn import Parameter
-    from torch.utils.hooks import RemovableHandle
-
-    from flexcomm import AlgorithmOption, Average, Compressor, NonFinitePolicy, SyncHandle, SyncPlan, TensorShard, World
-    from flexdemo.parameters import Group
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
 from flexcomm import InvalidArgumentError
+from flexdemo.gradients import BucketResult
 from flexdemo.parameters import local, wrapped_like
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch.optim import Optimizer
-
-    from flexdemo.gradients import BucketResult
 
 
 class Inner:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
-from flexcomm import InvalidArgumentError
-from flexdemo.gradients import BucketExchange, CompressionSettings, bucket_parameters
-from flexdemo.parameters import local
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
-
-    from flexcomm import NonFinitePolicy, World
-    from flexdemo.gradients import Bucket, BucketResult
-    from flexdemo.parameters import Group
+from flexcomm import InvalidArgumentError, NonFinitePolicy, World
+from flexdemo.gradients import Bucket, BucketExchange, BucketResult, CompressionSettings, bucket_parameters
+from flexdemo.parameters import Group, local
 
 
 @dataclass(frozen=True)

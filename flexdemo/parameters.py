@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
-from flexcomm import InvalidArgumentError, InvalidTensorError, TopologyError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-    from flexcomm import Topology, World
+from flexcomm import InvalidArgumentError, InvalidTensorError, Topology, TopologyError, World
 
 Group = dict[str, Any]
 """One of torch's ``param_groups``: torch itself types their values as Any."""

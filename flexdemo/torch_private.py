@@ -6,23 +6,19 @@ written with these functions, and so are those of other libraries.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.nn import Parameter
 
 from flexcomm.torch_versions import missing, private
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-    from torch.nn import Parameter
 
 # Autograd
 

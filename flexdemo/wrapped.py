@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from torch.optim import AdamW, Optimizer
+from torch.optim.optimizer import ParamsT
 
-from flexcomm import BUCKET_BYTES, InvalidArgumentError, demo, dense
-from flexdemo.base import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, NodeOptimizer
-from flexdemo.gradients import CompressionSettings
+from flexcomm import BUCKET_BYTES, Average, Compressor, InvalidArgumentError, NonFinitePolicy, World, demo, dense
+from flexdemo.base import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, NodeOptimizer, SyncTarget
+from flexdemo.gradients import BucketResult, CompressionSettings
 from flexdemo.inner import Inner
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.optim.optimizer import ParamsT
-
-    from flexcomm import Average, Compressor, NonFinitePolicy, World
-    from flexdemo.base import SyncTarget
-    from flexdemo.gradients import BucketResult
-    from flexdemo.local_steps import OuterOptimizer
-    from flexdemo.parameters import Group
+from flexdemo.local_steps import OuterOptimizer
+from flexdemo.parameters import Group
 
 
 class DistributedOptimizer(NodeOptimizer):

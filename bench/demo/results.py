@@ -3,15 +3,13 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
 
 from bench.cluster.links import parse_rate
 from bench.train.comparison import Table
 from bench.train.plan import Settings
 from bench.train.summary import Point, Summary, find_baseline, seconds_to
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BASELINE = "adamw-bf16"
 HEADLINE = "flexdemo-k32"

@@ -1,7 +1,7 @@
 """Methods of ``bench runtime``: each trains a paced model by the library's public calls."""
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +11,9 @@ from torch.optim import AdamW
 from bench.runtime.plan import METHODS, Load
 from flexcomm import World, demo
 from flexcomm.gossip import ScheduleLike
+from flexcomm.transport import Handle
 from flexdemo import DecentralizedAdam, FlexDeMo
 from flexdemo.runtime import Updates
-
-if TYPE_CHECKING:
-    from flexcomm.transport import Handle
-
 
 _LR = 1e-4
 

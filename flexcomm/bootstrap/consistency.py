@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from flexcomm.errors import ConfigMismatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from flexcomm.transport import Transport
+from flexcomm.transport import Transport
 
 DIGEST_BYTES = 32
 MOST_FIELDS = 1 << 16

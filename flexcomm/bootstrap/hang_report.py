@@ -15,9 +15,9 @@ import torch
 
 from flexcomm.bootstrap.consistency import name_ranks
 from flexcomm.errors import DeadlineExceededError, TransportError
+from flexcomm.transport import Handle
 
 if TYPE_CHECKING:
-    from flexcomm.transport import Handle
     from flexcomm.world import World
 
 DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"

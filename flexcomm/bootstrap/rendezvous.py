@@ -13,26 +13,21 @@ import os
 import re
 import socket
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, but not exported
 from torch.distributed.rendezvous import rendezvous
 
 from flexcomm.device import backends_of_default_group
 from flexcomm.errors import TransportUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from flexcomm.topology import RankInfo
-    from flexcomm.transport import Transport
+from flexcomm.topology import RankInfo
+from flexcomm.transport import Transport
 
 RECORD_BYTES = 4096
 MOST_ADDRESSES = 16

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Sequence
+from typing import get_args
+
+from torch import Tensor
 
 from flexcomm.codec.encode import check_numbers, check_tensors
 from flexcomm.codec.wire import check_region, header_error, payload_error, read_header, to_words
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
-from flexcomm.kernels import Average, Kernels, Problem, Region, Status
+from flexcomm.kernels import Average, BufferPlan, Kernels, Problem, Region, Status
 from flexcomm.kernels.layout import ALIGNMENT, NONFINITE, WORD_NBYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels import BufferPlan
 
 
 def regions_of(senders: Sequence[str], nbytes: Sequence[int]) -> list[Region]:

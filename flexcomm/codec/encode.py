@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from flexcomm.codec.wire import to_words
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError, NonFiniteError
-from flexcomm.kernels import LARGEST_MAGNITUDE, Kernels, Problem, StateUpdate, Status
+from flexcomm.kernels import LARGEST_MAGNITUDE, BufferPlan, Kernels, Problem, StateUpdate, Status
 from flexcomm.kernels.layout import HEADER_NBYTES, WORD_NBYTES, RawHeader
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels import BufferPlan
 
 _PLAIN = StateUpdate()
 _NUMBERS = 1 << 64

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from flexcomm.compress import Compressor, TensorSpec, dense
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import BufferPlan, Selection, TensorPlan, plan_layout
 from flexcomm.kernels.layout import VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TINY_NUMEL = 64
 

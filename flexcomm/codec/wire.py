@@ -6,12 +6,13 @@ A receiver trusts nothing: what it expects follows from its own plan, and no siz
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from flexcomm.errors import InvalidTensorError, WireError
-from flexcomm.kernels import Problem
+from flexcomm.kernels import BufferPlan, Problem, Region
 from flexcomm.kernels.layout import (
     ALIGNMENT,
     HEADER_NBYTES,
@@ -20,17 +21,10 @@ from flexcomm.kernels.layout import (
     NONFINITE,
     VERSION,
     WORD_NBYTES,
+    Header,
     RawHeader,
     checksum_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from flexcomm.kernels import BufferPlan, Region
-    from flexcomm.kernels.layout import Header
 
 _ENCODED_WRONG = (
     "The checksum fits, so it was sent like that: run flexcomm.testing.check_kernels there, or look at its memory."

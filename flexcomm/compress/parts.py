@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from flexcomm.kernels import Selection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 # Kernels work on whole chunks, in memory of their own for each thread: up to 50 bytes for each coefficient.
 _LARGEST_FLAT_CHUNK = 1 << 16

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import Protocol, get_args
 
 import torch
 
-from flexcomm.compress.parts import Basis, Selector, TopK
+from flexcomm.compress.parts import Basis, Selector, Settings, TopK
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import TensorPlan, TensorSpec, ValueCode, ValueName
-
-if TYPE_CHECKING:
-    from flexcomm.compress.parts import Settings
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of tensors that can be compressed."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+import torch
 
 from flexcomm.compress.parts import Dct, Everything, Identity, RandomK, Striding, Threshold, TopK, TopRate
-from flexcomm.compress.pipeline import DTYPES, Pipeline, ValueName
+from flexcomm.compress.pipeline import DTYPES, Pipeline
 from flexcomm.errors import CompressorError
-from flexcomm.kernels import ValueCode
-
-if TYPE_CHECKING:
-    import torch
+from flexcomm.kernels import ValueCode, ValueName
 
 
 def demo(k: int = 32, chunk: int = 64, values: ValueName = "bf16") -> Pipeline:

@@ -7,27 +7,23 @@ ranks of a node.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from flexcomm.bootstrap.hang_report import explain_timeout
 from flexcomm.codec import check_numbers
+from flexcomm.compress import Compressor
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError
 from flexcomm.gossip.mix import MessageHeader, MixContext, mix_bucket
 from flexcomm.gossip.plan import MixSettings, plan_for, round_of
+from flexcomm.gossip.schedule import ScheduleLike
+from flexcomm.gossip.state import MixResiduals, PushSum
 from flexcomm.stats import SyncRecord, Timed
 from flexcomm.sync.engine import BucketTask
-from flexcomm.world import default_world
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from flexcomm.compress import Compressor
-    from flexcomm.gossip.schedule import ScheduleLike
-    from flexcomm.gossip.state import MixResiduals, PushSum
-    from flexcomm.world import World
+from flexcomm.world import World, default_world
 
 T = TypeVar("T", Tensor, list[Tensor])
 

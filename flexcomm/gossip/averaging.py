@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip.phase import ROUNDING, first_few
+from flexcomm.gossip.phase import ROUNDING, Edge, Group, Phase, first_few
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from flexcomm.gossip.phase import Edge, Group, Phase
-
-    Matrix = NDArray[np.float64]
+Matrix = NDArray[np.float64]
 
 MOST_NODES = 4096
 """Above this many nodes the matrix of a schedule takes too much memory and time."""

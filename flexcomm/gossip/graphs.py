@@ -17,10 +17,11 @@ constructions, each built from the one before:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -29,11 +30,8 @@ from flexcomm.gossip.averaging import connected_components, contraction_of
 from flexcomm.gossip.phase import Edge, Group, Phase, as_count, as_int
 from flexcomm.gossip.schedule import Schedule, ScheduleReport, from_edges
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    Nodes = Sequence[int]
-    Phases = list[Phase]
+Nodes = Sequence[int]
+Phases = list[Phase]
 
 _PAIR = 2
 

@@ -9,33 +9,26 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexcomm.codec import Decoder, Encoder, regions_of
 from flexcomm.errors import ConfigMismatchError, FlexcommError, NonFiniteError, SyncError
-from flexcomm.stats import Timed
-from flexcomm.sync.algorithms import Collective
-from flexcomm.sync.bucket import VERIFIED
+from flexcomm.gossip.plan import MixPlan, Round
+from flexcomm.gossip.state import MixResiduals, PushSum
+from flexcomm.kernels import BufferPlan
+from flexcomm.stats import SyncRecord, Timed
+from flexcomm.sync.algorithms import Collective, Steps
+from flexcomm.sync.bucket import VERIFIED, Verified
+from flexcomm.sync.buffers import Buffers
 from flexcomm.sync.plan import sum_dtype
 
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from torch import Tensor
-
-    from flexcomm.gossip.plan import MixPlan, Round
-    from flexcomm.gossip.state import MixResiduals, PushSum
-    from flexcomm.kernels import BufferPlan
-    from flexcomm.stats import SyncRecord
-    from flexcomm.sync.algorithms import Steps
-    from flexcomm.sync.bucket import Verified
-    from flexcomm.sync.buffers import Buffers
-
-    Messages = Sequence[tuple[int, Tensor]]
+Messages = Sequence[tuple[int, Tensor]]
 
 
 @dataclass(eq=False)

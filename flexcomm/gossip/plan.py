@@ -5,30 +5,25 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexcomm.codec import plan_buffer
-from flexcomm.compress import TensorSpec
+from flexcomm.compress import Compressor, TensorSpec
 from flexcomm.device import is_supported, supported_names
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError
+from flexcomm.gossip.phase import Phase
+from flexcomm.gossip.schedule import ScheduleLike
 from flexcomm.gossip.state import choose_gamma
-from flexcomm.kernels import Kernels, choose_kernels
+from flexcomm.kernels import BufferPlan, Kernels, choose_kernels
+from flexcomm.sync.algorithms import Leg
 from flexcomm.sync.buffers import BufferPool
 from flexcomm.sync.engine import engine_of
 from flexcomm.sync.workers import CommThreads
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flexcomm.compress import Compressor
-    from flexcomm.gossip.phase import Phase
-    from flexcomm.gossip.schedule import ScheduleLike
-    from flexcomm.kernels import BufferPlan
-    from flexcomm.sync.algorithms import Leg
-    from flexcomm.transport import Transport
-    from flexcomm.world import World
+from flexcomm.transport import Transport
+from flexcomm.world import World
 
 _PAIR = 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

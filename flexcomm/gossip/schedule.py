@@ -5,21 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.gossip.averaging import MOST_NODES, averages_exactly, check_strongly_connected, contraction_of
 from flexcomm.gossip.phase import ROUNDING, Edge, Phase, as_count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from numpy.typing import ArrayLike
 
 _SUM_TOLERANCE = 1e-6
 """The largest deviation of a column's sum from 1: matrices may come in float32."""

@@ -12,20 +12,15 @@ the public values of all nodes it receives from and of its own. In a round it se
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from flexcomm.compress import TensorSpec
+from flexcomm.compress import Compressor, TensorSpec
 from flexcomm.errors import CompressorError, InvalidArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch import Tensor
-
-    from flexcomm.compress import Compressor
-    from flexcomm.kernels import TensorPlan
+from flexcomm.kernels import TensorPlan
 
 _MOST_BIASED_GAMMA = 0.9
 _FEW_MAGNITUDES = 4

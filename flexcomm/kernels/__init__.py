@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from flexcomm.device import KINDS
 from flexcomm.errors import InvalidArgumentError
@@ -27,11 +30,6 @@ from flexcomm.kernels.base import (
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout, Region, plan_layout
 from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, Selection, TensorPlan, TensorSpec, ValueCode, ValueName
 from flexcomm.kernels.reference import ReferenceKernels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 __all__ = [
     "KERNELS_VARIABLE",

@@ -6,19 +6,15 @@ against the laws that every kernel set goes through.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from flexcomm.kernels.base import StateUpdate
+from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.kernels.layout import BufferPlan, Region
 from flexcomm.kernels.plan import Selection, TensorPlan, TensorSpec, ValueCode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from flexcomm.kernels.cpu import CpuKernels
 
 
 def _exchange(plan: TensorPlan, kernels: CpuKernels) -> None:

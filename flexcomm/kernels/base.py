@@ -5,15 +5,13 @@ Kernels know plans, layouts and memory, and nothing of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, SupportsInt
+from typing import Literal, NamedTuple, Protocol, SupportsInt
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from torch import Tensor
 
-    from torch import Tensor
-
-    from flexcomm.kernels.layout import BufferPlan, Region
+from flexcomm.kernels.layout import BufferPlan, Region
 
 Average = Literal["nodes", "contributors"]
 """Divide a sum by the number of payloads, or by the number of those that sent the coefficient."""

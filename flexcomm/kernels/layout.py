@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from flexcomm.kernels.plan import SampleKey, TensorPlan, TensorSpec
+from flexcomm.kernels.plan import SampleKey, TensorPlan, TensorSpec
 
 VERSION = 1
 MAGIC = b"FLXC"

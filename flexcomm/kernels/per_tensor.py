@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from flexcomm.kernels.base import Problem, Status
+from flexcomm.kernels.base import Average, Problem, StateUpdate, Status
 from flexcomm.kernels.layout import (
     CHECKSUM_WORD,
     HEADER_NBYTES,
     HEADER_NWORDS,
     NONFINITE,
     WORD_NBYTES,
+    BufferPlan,
     Header,
+    Layout,
     RawHeader,
+    Region,
     aligned,
     plan_layout,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels.base import Average, StateUpdate
-    from flexcomm.kernels.layout import BufferPlan, Layout, Region
-    from flexcomm.kernels.plan import SampleKey, TensorPlan
+from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 
 class TensorState(NamedTuple):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels.base import Average, BucketDecoder, BucketEncoder, Kernels, StateUpdate
-    from flexcomm.kernels.layout import BufferPlan, Region
+from flexcomm.kernels.base import Average, BucketDecoder, BucketEncoder, Kernels, StateUpdate
+from flexcomm.kernels.layout import BufferPlan, Region
 
 
 class StagedKernels:

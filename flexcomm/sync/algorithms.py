@@ -17,20 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, g
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flexcomm.codec import Decoder, Encoder, regions_of
-from flexcomm.errors import ConfigMismatchError, WireError
-from flexcomm.kernels import Selection, TensorPlan, ValueCode
+from flexcomm.errors import ConfigMismatchError, FlexcommError, WireError
+from flexcomm.kernels import BufferPlan, Selection, TensorPlan, ValueCode
 from flexcomm.kernels.layout import HEADER_NBYTES
 from flexcomm.stats import Timed
+from flexcomm.transport import Handle, Transport
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flexcomm.errors import FlexcommError
-    from flexcomm.kernels import BufferPlan
     from flexcomm.sync.bucket import BucketContext
-    from flexcomm.transport import Handle, Transport
 
 Leg = Literal["reduce_inside", "exchange", "second_exchange", "gather_inside"]
 """A part of a bucket's path with at most one collective: inside the node, or between nodes."""

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flexcomm.compress import TensorSpec
+from flexcomm.compress import Compressor, TensorSpec
 from flexcomm.device import is_supported, supported_names
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
+from flexcomm.kernels import Average
+from flexcomm.stats import SyncRecord
 from flexcomm.sync.engine import SyncCall, engine_of
 from flexcomm.sync.outputs import check_outputs
 from flexcomm.sync.plan import AlgorithmOption, NonFinitePolicy, SyncPlan, SyncSettings
+from flexcomm.sync.residuals import Residuals
+from flexcomm.sync.shards import TensorShard
 from flexcomm.sync.workers import can_run_in_background
 from flexcomm.world import World, default_world
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from flexcomm.compress import Compressor
-    from flexcomm.kernels import Average
-    from flexcomm.stats import SyncRecord
-    from flexcomm.sync.residuals import Residuals
-    from flexcomm.sync.shards import TensorShard
 
 BUCKET_BYTES = 16 << 20
 """Dense bytes of a bucket. docs/benchmarks.md shows what other sizes cost."""

@@ -7,31 +7,24 @@ a single rank is skipped.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, WireError
-from flexcomm.stats import Timed
-from flexcomm.sync.algorithms import Collective, GatheredPayloads, decoder_for, gather, gatherv, reduce
+from flexcomm.kernels import Average, BufferPlan, Kernels, StateUpdate
+from flexcomm.stats import SyncRecord, Timed
+from flexcomm.sync.algorithms import Collective, GatheredPayloads, Received, Steps, decoder_for, gather, gatherv, reduce
 from flexcomm.sync.bucket_codec import exchange_by_codec
-from flexcomm.sync.plan import sum_dtype
+from flexcomm.sync.buffers import Buffers
+from flexcomm.sync.plan import Algorithm, BucketPlan, sum_dtype
+from flexcomm.sync.shards import TensorShard
 from flexcomm.sync.two_phase import two_phase
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from torch import Tensor
-
-    from flexcomm.kernels import Average, BufferPlan, Kernels, StateUpdate
-    from flexcomm.stats import SyncRecord
-    from flexcomm.sync.algorithms import Received, Steps
-    from flexcomm.sync.buffers import Buffers
-    from flexcomm.sync.plan import Algorithm, BucketPlan
-    from flexcomm.sync.shards import TensorShard
 
 ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Received]]] = {
     "gather": gather,

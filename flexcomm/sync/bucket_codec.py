@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flexcomm.codec import regions_of
 from flexcomm.codec.wire import header_error, read_header, to_words
+from flexcomm.compress import TensorSpec
 from flexcomm.errors import CompressorError
-from flexcomm.kernels import LARGEST_MAGNITUDE, Selection, TensorPlan, ValueCode
+from flexcomm.kernels import LARGEST_MAGNITUDE, Average, Region, Selection, StateUpdate, TensorPlan, ValueCode
 from flexcomm.kernels.layout import HEADER_NBYTES, HEADER_NWORDS, NONFINITE, Header, aligned, checksum_of
 from flexcomm.stats import Timed
-from flexcomm.sync.algorithms import Collective
+from flexcomm.sync.algorithms import Collective, Received, Steps
 from flexcomm.sync.shards import TensorShard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.compress import TensorSpec
-    from flexcomm.kernels import Average, Region, StateUpdate
-    from flexcomm.sync.algorithms import Received, Steps
     from flexcomm.sync.bucket import BucketContext
 
 

@@ -11,34 +11,27 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Collection, Generator, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from flexcomm.bootstrap.hang_report import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
 from flexcomm.kernels import LARGEST_MAGNITUDE, StateUpdate
 from flexcomm.stats import SyncRecord, Timed
-from flexcomm.sync.algorithms import LEGS, LEVELS
-from flexcomm.sync.bucket import VERIFIED, BucketContext, sync_bucket
+from flexcomm.sync.algorithms import LEGS, LEVELS, Collective, Leg
+from flexcomm.sync.bucket import VERIFIED, BucketContext, Verified, sync_bucket
+from flexcomm.sync.buffers import Buffers
+from flexcomm.sync.plan import BucketPlan, SyncPlan
+from flexcomm.sync.residuals import Residuals
 from flexcomm.sync.workers import CommThreads
-from flexcomm.transport import LoopbackTransport
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Hashable, Mapping
-
-    from torch import Tensor
-
-    from flexcomm.sync.algorithms import Collective, Leg
-    from flexcomm.sync.bucket import Verified
-    from flexcomm.sync.buffers import Buffers
-    from flexcomm.sync.plan import BucketPlan, SyncPlan
-    from flexcomm.sync.residuals import Residuals
-    from flexcomm.transport import Handle, Transport
-    from flexcomm.world import World
+from flexcomm.transport import Handle, LoopbackTransport, Transport
+from flexcomm.world import World
 
 MOST_PLANS = 256
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from flexcomm.codec import assemble_buffer, plan_tensor
+from flexcomm.compress import Compressor, TensorSpec
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels import Average, BufferPlan, Kernels, choose_kernels
 from flexcomm.sync.algorithms import can_reduce, dense_plan
-from flexcomm.sync.bucket_codec import BucketCompressor, rank_of, uncut_shard
+from flexcomm.sync.bucket_codec import BucketCodec, BucketCompressor, rank_of, uncut_shard
 from flexcomm.sync.buffers import BufferPool
 from flexcomm.sync.shards import TensorShard, shard_tensor
 from flexcomm.sync.two_phase import can_take_two_phases, plan_two_phase
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from flexcomm.compress import Compressor, TensorSpec
-    from flexcomm.sync.bucket_codec import BucketCodec
 
 log = logging.getLogger(__name__)
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError
-from flexcomm.kernels import StateUpdate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch import Tensor
-
-    from flexcomm.kernels import TensorPlan
+from flexcomm.kernels import StateUpdate, TensorPlan
 
 
 class StateEntry(NamedTuple):

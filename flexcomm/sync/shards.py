@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from flexcomm.compress import TensorSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flexcomm.kernels import TensorPlan
+from flexcomm.kernels import TensorPlan
 
 
 class TensorShard(NamedTuple):

@@ -5,27 +5,24 @@ With many nodes less is sent than by gathering everything, as long as what they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexcomm.codec import Decoder, Encoder, assemble_buffer
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import WireError
 from flexcomm.kernels import BufferPlan, Selection, TensorPlan, ValueCode
 from flexcomm.stats import Timed
-from flexcomm.sync.algorithms import Collective, FailedExchange, Steps, decoder_for, encode_
+from flexcomm.sync.algorithms import Collective, FailedExchange, Received, Steps, decoder_for, encode_
 from flexcomm.sync.shards import TensorShard, shard_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.sync.algorithms import Received
     from flexcomm.sync.bucket import BucketContext
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flexcomm.codec import assemble_buffer
 from flexcomm.compress import TensorSpec
-from flexcomm.kernels import IndexCode, Layout, Selection, StateUpdate, TensorPlan, ValueCode, plan_layout
+from flexcomm.kernels import BufferPlan, IndexCode, Layout, Selection, StateUpdate, TensorPlan, ValueCode, plan_layout
 from flexcomm.kernels.layout import HEADER_NWORDS, WORD_NBYTES, aligned
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels import BufferPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = ("normal", "ties", "tiny", "sparse", "wide", "zeros", "rising")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexcomm.codec import assemble_buffer
 from flexcomm.compress import TensorSpec
-from flexcomm.kernels import Problem, Region, Selection, StateUpdate, Status, ValueCode
+from flexcomm.kernels import BufferPlan, Kernels, Problem, Region, Selection, StateUpdate, Status, TensorPlan, ValueCode
 from flexcomm.kernels.layout import WORD_NBYTES, RawHeader
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels import BufferPlan, Kernels, TensorPlan
 
 PLAIN = StateUpdate()
 _GARBAGE = -0x21524111

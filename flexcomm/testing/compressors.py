@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Callable, Sequence
+from typing import get_args
 
 import torch
+from torch import Tensor
 
 from flexcomm.codec import decode_bucket_, encode_bucket_, is_dense, plan_buffer, regions_of
-from flexcomm.compress import TensorSpec, dense
+from flexcomm.compress import Compressor, TensorSpec, dense
 from flexcomm.kernels import (
     Average,
     BufferPlan,
@@ -23,13 +25,6 @@ from flexcomm.kernels import (
 from flexcomm.kernels.layout import ALIGNMENT, HEADER_NBYTES
 from flexcomm.testing.cases import DTYPES, numbers, with_gaps
 from flexcomm.testing.coefficients import coefficients_of, decode, elements_of, encode, sent_coefficients
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from flexcomm.compress import Compressor
 
 SHAPES = ((), (0,), (1,), (7,), (61,), (3, 0, 2), (1, 9), (9, 1), (5, 13), (24, 20), (3, 4, 5), (2, 3, 4, 5), (130,))
 SPECS = tuple(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import chain, product
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flexcomm.codec import assemble_buffer
 from flexcomm.compress import TensorSpec
 from flexcomm.kernels import (
     LARGEST_MAGNITUDE,
     Average,
+    BucketDecoder,
+    Kernels,
     Problem,
     ReferenceKernels,
     Region,
@@ -24,13 +28,6 @@ from flexcomm.kernels import (
 from flexcomm.kernels.layout import CHECKSUM_WORD, HEADER_NWORDS, checksum_of
 from flexcomm.testing.cases import DTYPES, BucketCase, numbers, sampled_buckets, with_gaps
 from flexcomm.testing.coefficients import SEQUENCE, Sent, decode, encode, encode_bucket
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels import BucketDecoder, Kernels
 
 _REFERENCE = ReferenceKernels()
 _STEP = 5

@@ -20,18 +20,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
 
 from flexcomm.errors import InvalidArgumentError
+from flexcomm.transport import Handle, Transport
 from flexcomm.transport.base import Expired, Operation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from flexcomm.transport import Handle, Transport
-    from flexcomm.world import World
+from flexcomm.world import World
 
 T = TypeVar("T")
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from flexcomm.codec import plan_tensor
-from flexcomm.compress import TensorSpec, demo, dense, top_k
+from flexcomm.compress import Compressor, TensorSpec, demo, dense, top_k
 from flexcomm.errors import (
     ConfigMismatchError,
     FlexcommError,
@@ -23,11 +25,12 @@ from flexcomm.errors import (
     InvalidTensorError,
     NonFiniteError,
 )
-from flexcomm.kernels import ValueCode
+from flexcomm.kernels import Average, ValueCode
 from flexcomm.kernels.reference.transform import restore
 from flexcomm.sync import (
     BUCKET_BYTES,
     AlgorithmOption,
+    NonFinitePolicy,
     Residuals,
     hierarchical_sync,
     shard_tensor,
@@ -36,16 +39,7 @@ from flexcomm.sync import (
 )
 from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
 from flexcomm.testing.cases import numbers, with_gaps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from flexcomm.compress import Compressor
-    from flexcomm.kernels import Average
-    from flexcomm.sync import NonFinitePolicy
-    from flexcomm.world import World
+from flexcomm.world import World
 
 SPECS = (
     TensorSpec("matrix", (300, 200), torch.float32),

@@ -6,20 +6,15 @@ results are compared bit by bit. A broken law raises ``AssertionError`` naming i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from flexcomm.errors import InvalidTensorError
 from flexcomm.testing.cases import with_gaps
+from flexcomm.transport import Transport
 from flexcomm.transport.staging import REDUCIBLE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from flexcomm.transport import Transport
 
 MOVABLE = (*REDUCIBLE, torch.int16, torch.uint16, torch.bool, torch.complex64)
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 4))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from torch import Tensor
 
-    from torch import Tensor
-
-    from flexcomm.transport.base import Handle, Transport
+from flexcomm.transport.base import Handle, Transport
 
 
 class PerDeviceTransport:

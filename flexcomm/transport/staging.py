@@ -7,20 +7,15 @@ reach, else a copy, on the host where need be.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexcomm.device import is_supported, may_pin_for, supported_names, synchronize_stream
 from flexcomm.errors import InvalidTensorError, TransportError
-from flexcomm.transport.base import Operation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.transport.base import Request
+from flexcomm.transport.base import Operation, Request
 
 REDUCIBLE = (
     torch.float64,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint.node_axis import FromOtherNodes, is_stacked
+from flexdemo.checkpoint.node_axis import FromOtherNodes, OtherNodes, is_stacked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from os import PathLike
-
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from flexdemo.checkpoint.node_axis import OtherNodes
     from flexdemo.hooks.handle import HookHandle
 
 _RESIDUALS = "handle.residuals."

@@ -8,26 +8,20 @@ row at its own place.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
 
-from flexcomm import InvalidArgumentError
-from flexdemo.parameters import local, wrapped_like
+from flexcomm import InvalidArgumentError, World
+from flexdemo.parameters import Group, local, wrapped_like
 from flexdemo.torch_private import mesh_without_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Parameter
-
-    from flexcomm import World
-    from flexdemo.parameters import Group
 
 _AXES = ("node", "local_rank")
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
-from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint.node_axis import NodeAxis, check_sizes, longest_on_node, required, stacked_state, take_state_
-from flexdemo.checkpoint.residuals import find_entries, load_states
-from flexdemo.gradients import check_same_buckets
-from flexdemo.parameters import local, wrapped_like
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.nn import Parameter
-
-    from flexcomm import World
-    from flexdemo.checkpoint.node_axis import OtherNodes
-    from flexdemo.checkpoint.residuals import StateEntry, States
-    from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings, GradientExchange
-    from flexdemo.local_steps import LocalSteps
-    from flexdemo.parameters import Group
+from flexcomm import InvalidArgumentError, World
+from flexdemo.checkpoint.node_axis import (
+    NodeAxis,
+    OtherNodes,
+    check_sizes,
+    longest_on_node,
+    required,
+    stacked_state,
+    take_state_,
+)
+from flexdemo.checkpoint.residuals import StateEntry, States, find_entries, load_states
+from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings, GradientExchange, check_same_buckets
+from flexdemo.local_steps import LocalSteps
+from flexdemo.parameters import Group, local, wrapped_like
 
 MOMENTUM, UNSENT, OWNER = "momentum", "unsent", "owner"
 """The keys of the residuals of gradients, of the residuals of local steps, and of the rank that saved them."""

@@ -8,24 +8,27 @@ rounding.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
 
-from flexcomm import InvalidArgumentError, TensorSpec, plan_tensor, shard_tensor
+from flexcomm import (
+    Compressor,
+    InvalidArgumentError,
+    Residuals,
+    TensorPlan,
+    TensorShard,
+    TensorSpec,
+    plan_tensor,
+    shard_tensor,
+)
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexdemo.checkpoint.node_axis import longest_on_node
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm import Compressor, Residuals, TensorPlan, TensorShard
-    from flexdemo.checkpoint.node_axis import NodeAxis, OtherNodes, Rows
-    from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings
+from flexdemo.checkpoint.node_axis import NodeAxis, OtherNodes, Rows, longest_on_node
+from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings
 
 States = dict["Residuals", dict[str, "Tensor"]]
 """States to load, by residuals and name."""

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.optimizer import ParamsT
 
-from torch.optim import Adam, AdamW
-
-from flexcomm import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES, Compressor, World
+from flexcomm.gossip import ScheduleLike
 from flexdemo.accumulated import AccumAdam
-from flexdemo.decentralized.optimizer import DecentralizedOptimizer
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-    from torch.optim.optimizer import ParamsT
-
-    from flexcomm import Compressor, World
-    from flexcomm.gossip import ScheduleLike
-    from flexdemo.decentralized.consensus import ConsensusControl
-    from flexdemo.decentralized.optimizer import Order, Overlap
+from flexdemo.decentralized.consensus import ConsensusControl
+from flexdemo.decentralized.optimizer import DecentralizedOptimizer, Order, Overlap
 
 
 class DecentralizedAdam(DecentralizedOptimizer):

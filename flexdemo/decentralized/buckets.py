@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
-from flexcomm import InvalidArgumentError, MixResiduals, PushSum, start_mix
-from flexcomm.gossip import complete, plan_mix, round_of
+from flexcomm import Compressor, InvalidArgumentError, MixHandle, MixResiduals, MixResult, PushSum, World, start_mix
+from flexcomm.gossip import ScheduleLike, complete, plan_mix, round_of
+from flexdemo.gradients import Bucket
 from flexdemo.parameters import local
 from flexdemo.torch_private import version_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from torch import Tensor
-    from torch.nn import Parameter
-
-    from flexcomm import Compressor, MixHandle, MixResult, World
-    from flexcomm.gossip import ScheduleLike
-    from flexdemo.gradients import Bucket
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
-from flexcomm import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from flexcomm import World
-    from flexdemo.parameters import Group
+from flexcomm import InvalidArgumentError, World
+from flexdemo.parameters import Group
 
 Action = Literal["rounds", "complete"]
 

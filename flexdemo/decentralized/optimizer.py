@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from flexcomm import BUCKET_BYTES, InvalidArgumentError, default_world, mix
-from flexcomm.gossip import base, complete
-from flexdemo.checkpoint.node_axis import FromOtherNodes
+from flexcomm import BUCKET_BYTES, Compressor, InvalidArgumentError, World, default_world, mix
+from flexcomm.gossip import ScheduleLike, base, complete
+from flexdemo.checkpoint.node_axis import FromOtherNodes, OtherNodes
 from flexdemo.decentralized.buckets import MixBucket, MixRule, clip_, gradients_of, squared_norm, take_communicator
 from flexdemo.decentralized.consensus import INITIAL_STATE, ConsensusControl, update_consensus_
 from flexdemo.decentralized.replica_state import ReplicaState
-from flexdemo.gradients import ReadyBuckets, bucket_parameters, check_same_buckets
+from flexdemo.gradients import Bucket, ReadyBuckets, bucket_parameters, check_same_buckets
 from flexdemo.inner import Inner
-from flexdemo.parameters import broadcast_parameters_, check_parameter, names_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
-
-    from torch.nn import Parameter
-
-    from flexcomm import Compressor, World
-    from flexcomm.gossip import ScheduleLike
-    from flexdemo.checkpoint.node_axis import OtherNodes
-    from flexdemo.gradients import Bucket
-    from flexdemo.parameters import Group
+from flexdemo.parameters import Group, broadcast_parameters_, check_parameter, names_of
 
 Order = Literal["mix-then-step", "step-then-mix"]
 Overlap = Literal["step", "backward", "none"]

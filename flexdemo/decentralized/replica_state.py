@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from flexcomm import InvalidArgumentError
-from flexdemo.checkpoint.node_axis import NodeAxis, check_sizes, longest_on_node, required, stacked_state, take_state_
-from flexdemo.parameters import local
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch.nn import Parameter
-
-    from flexcomm import World
-    from flexdemo.checkpoint.node_axis import OtherNodes
-    from flexdemo.decentralized.buckets import MixBucket
-    from flexdemo.parameters import Group
+from flexcomm import InvalidArgumentError, World
+from flexdemo.checkpoint.node_axis import (
+    NodeAxis,
+    OtherNodes,
+    check_sizes,
+    longest_on_node,
+    required,
+    stacked_state,
+    take_state_,
+)
+from flexdemo.decentralized.buckets import MixBucket
+from flexdemo.parameters import Group, local
 
 HERE, OWNER, PUSH_WEIGHT = "here", "owner", "push_weight"
 """The keys of a parameter's value on this replica, of the replica's owner, and of its push-sum weight."""

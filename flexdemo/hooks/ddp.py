@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
+from flexcomm import Average, Compressor, NonFinitePolicy, World
 from flexdemo.gradients import Bucket
 from flexdemo.hooks.handle import HookHandle
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-    from torch.nn import Parameter
-    from torch.nn.parallel import DistributedDataParallel
-
-    from flexcomm import Average, Compressor, NonFinitePolicy, World
 
 
 class CompressionState(HookHandle):

@@ -7,24 +7,18 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import Module, Parameter
 
-from flexcomm import InvalidArgumentError
+from flexcomm import Average, Compressor, InvalidArgumentError, NonFinitePolicy, World
 from flexdemo.gradients import Bucket
 from flexdemo.hooks.fsdp1 import attach_to_fsdp1
 from flexdemo.hooks.handle import BackwardPass, HookHandle
 from flexdemo.parameters import broadcast_parameters_, check_parameter, local
-from flexdemo.torch_private import has_post_accumulate_grad_hooks, param_groups_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module, Parameter
-
-    from flexcomm import Average, Compressor, NonFinitePolicy, World
-    from flexdemo.torch_private import ParamGroup, ShardedParam
+from flexdemo.torch_private import ParamGroup, ShardedParam, has_post_accumulate_grad_hooks, param_groups_of
 
 
 def attach_to_fsdp(

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from flexcomm import InvalidArgumentError, TopologyError
 from flexdemo.gradients import Bucket
-from flexdemo.hooks.handle import BackwardPass
+from flexdemo.hooks.handle import BackwardPass, HookHandle
 from flexdemo.parameters import broadcast_parameters_
 from flexdemo.torch_private import flat_params_of, has_saved_gradient, remove_comm_hook, set_comm_hook_state
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flexdemo.hooks.handle import HookHandle
 
 _SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 

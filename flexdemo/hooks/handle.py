@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from flexcomm import FlexcommError, InvalidArgumentError, TransportError, choose_algorithms, default_world
-from flexdemo.checkpoint.node_axis import NodeAxis
-from flexdemo.checkpoint.residuals import find_entries, load_states
-from flexdemo.gradients import BucketExchange, CompressionSettings, spec_of
+import torch
+from torch import Tensor
+
+from flexcomm import (
+    AlgorithmOption,
+    Average,
+    Compressor,
+    FlexcommError,
+    InvalidArgumentError,
+    NonFinitePolicy,
+    TensorSpec,
+    TransportError,
+    World,
+    choose_algorithms,
+    default_world,
+)
+from flexdemo.checkpoint.node_axis import NodeAxis, OtherNodes
+from flexdemo.checkpoint.residuals import StateEntry, States, find_entries, load_states
+from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings, spec_of
 from flexdemo.torch_private import queue_callback
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from flexcomm import AlgorithmOption, Average, Compressor, NonFinitePolicy, TensorSpec, World
-    from flexdemo.checkpoint.node_axis import OtherNodes
-    from flexdemo.checkpoint.residuals import StateEntry, States
-    from flexdemo.gradients import Bucket
 
 
 class HookHandle:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
 from statistics import median
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from flexcomm import InvalidArgumentError
 from flexdemo.predict import PredictError
 from flexdemo.runtime import Compression, LinkTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
 SCHEMA = "flexdemo-calibration"
 VERSION = 2

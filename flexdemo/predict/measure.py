@@ -7,30 +7,23 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import flexcomm
-from flexcomm import TensorSpec, demo
+from flexcomm import TensorSpec, World, demo
 from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
 from flexcomm.kernels import StateUpdate, choose_kernels
 from flexdemo.predict import PredictError
 from flexdemo.predict.calibration import Calibration, CodecTiming, Compute, fit_compression, write_calibration
-from flexdemo.runtime import LinkTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from flexcomm import World
-    from flexdemo.runtime import Compression
+from flexdemo.runtime import Compression, LinkTable
 
 
 def calibrate(file: Path, workload: str | None = None, compute: Compute | None = None) -> tuple[bool, Calibration]:

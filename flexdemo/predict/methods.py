@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from flexcomm import InvalidArgumentError, gossip
+from flexcomm.gossip import ScheduleLike
 from flexdemo.predict import PredictError
 from flexdemo.predict.calibration import compression_for_k
+from flexdemo.predict.scenario import PredictOptions, Scenario
 from flexdemo.runtime import (
     BreakEven,
+    Cluster,
+    Compression,
     Horizon,
     SpeedupFactors,
     Updates,
+    Workload,
     choose_algorithm,
     explain_speedup,
     find_break_evens,
@@ -24,13 +30,6 @@ from flexdemo.runtime import (
     simulate_flexdemo,
 )
 from flexdemo.runtime.links import crossings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from flexcomm.gossip import ScheduleLike
-    from flexdemo.predict.scenario import PredictOptions, Scenario
-    from flexdemo.runtime import Cluster, Compression, Workload
 
 Family = Literal["all-reduce", "decentralized", "flexdemo"]
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TextIO
+
+from matplotlib.axes import Axes
 
 from flexdemo.predict import PredictError
-from flexdemo.predict.calibration import ASSUMED_COMPRESSION
-from flexdemo.predict.methods import MIN_SPEEDUP
-from flexdemo.runtime import MeasuredLinks
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-    from typing import TextIO
-
-    from matplotlib.axes import Axes
-
-    from flexdemo.predict.calibration import Calibration
-    from flexdemo.predict.methods import Curve, MethodPrediction
-    from flexdemo.predict.scenario import Scenario
-    from flexdemo.runtime import BreakEven
+from flexdemo.predict.calibration import ASSUMED_COMPRESSION, Calibration
+from flexdemo.predict.methods import MIN_SPEEDUP, Curve, MethodPrediction
+from flexdemo.predict.scenario import Scenario
+from flexdemo.runtime import BreakEven, MeasuredLinks
 
 SCHEMA = "flexdemo-prediction"
 VERSION = 2

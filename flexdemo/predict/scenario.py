@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flexcomm import BUCKET_BYTES, InvalidArgumentError
 from flexdemo.predict import PredictError
-from flexdemo.predict.calibration import Compute
+from flexdemo.predict.calibration import Calibration, Compute
 from flexdemo.runtime import (
     AlphaBeta,
     Cluster,
@@ -19,7 +19,6 @@ from flexdemo.runtime import (
 )
 
 if TYPE_CHECKING:
-    from flexdemo.predict.calibration import Calibration
     from flexdemo.predict.methods import Family, Method
 
 DDP_BUCKET_BYTES = 25 << 20

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from flexdemo.runtime.simulation import (
     HORIZON,
@@ -16,11 +17,7 @@ from flexdemo.runtime.simulation import (
     simulate_all_reduce,
     simulate_decentralized,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from flexdemo.runtime.workload import Cluster, Workload
+from flexdemo.runtime.workload import Cluster, Workload
 
 _LOWEST_BYTES_PER_S, _HIGHEST_BYTES_PER_S = 1e5, 1e11
 _POINTS_PER_DECADE = 3

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexcomm import InvalidArgumentError
 from flexcomm.gossip import Group, Phase
 from flexdemo.runtime.links import check_at_least, crossings
-from flexdemo.runtime.workload import intra_legs_s
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from flexdemo.runtime.workload import Cluster, Compression, Workload
+from flexdemo.runtime.workload import Cluster, Compression, Workload, intra_legs_s
 
 Updates = Literal["backward", "step"]
 Algorithm = Literal["gather", "two_phase", "dense"]

@@ -6,17 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexcomm import InvalidArgumentError
-from flexdemo.runtime.links import check_at_least, check_between
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from flexdemo.runtime.links import Links
+from flexdemo.runtime.links import Links, check_at_least, check_between
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from flexcomm.kernels.cpu.compiler import compiled
-
-if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int
+from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, compiled
 
 _FULL_WINDOW = np.uint64(0xFFFFFFFFFFFFFFFF)
 _MAGNITUDE = 0x7FFFFFFF

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from flexcomm.kernels.cpu.compiler import compiled, kept
+from flexcomm.kernels.cpu.compiler import FullWords, Int, Longs, compiled, kept
 from flexcomm.kernels.layout import CHECKSUM_WORD, HEADER_NBYTES, HEADER_NWORDS, NONFINITE
-
-if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import FullWords, Int, Longs
 
 _FLAGS_WORD, _ENTRIES_WORD, _LENGTH_WORD = 1, 8, 10
 _FLAGS_SHIFT = 16

@@ -7,7 +7,8 @@ addresses is compiled once for all arrays.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -16,13 +17,10 @@ from numba.extending import intrinsic
 
 from flexcomm.kernels import butterflies
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    # Any: numba and llvmlite have no types to a type checker.
-    Built = tuple[Any, Callable[[Any, Any, Any, Any], Any]]
-    Instruction = Callable[..., Any]
-    Vectors = list[Any]
+# Any: numba and llvmlite have no types to a type checker.
+Built = tuple[Any, Callable[[Any, Any, Any, Any], Any]]
+Instruction = Callable[..., Any]
+Vectors = list[Any]
 
 LENGTH = 64
 """How many rows a codelet transforms."""

@@ -8,30 +8,27 @@ Integers are int64 throughout, because numba turns int64 with uint64 into a floa
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
+from numpy.typing import NDArray
 
 from flexcomm.kernels.cpu.cache import cache_folders, folder_of, share
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    # Any: what numba computes with is neither Python's int and float nor numpy's scalars to a type checker.
-    Int = Any
-    Float = Any
-    Floats = NDArray[np.float32]
-    Ints = NDArray[np.int32]
-    Longs = NDArray[np.int64]
-    FullWords = NDArray[np.uint32]
-    Halves = NDArray[np.uint16]
-    Bytes = NDArray[np.int8]
-    Doubles = NDArray[np.float64]
-    Integers = NDArray[Any]  # of any width
+# Any: what numba computes with is neither Python's int and float nor numpy's scalars to a type checker.
+Int = Any
+Float = Any
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+FullWords = NDArray[np.uint32]
+Halves = NDArray[np.uint16]
+Bytes = NDArray[np.int8]
+Doubles = NDArray[np.float64]
+Integers = NDArray[Any]  # of any width
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 

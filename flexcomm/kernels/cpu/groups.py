@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
 from flexcomm.kernels.counting import threshold_bits
@@ -15,19 +18,10 @@ from flexcomm.kernels.cpu import transform
 from flexcomm.kernels.cpu.codelets import BINS, LANES, LENGTH, WINDOW
 from flexcomm.kernels.cpu.selection import SELECTIONS, bins_for
 from flexcomm.kernels.cpu.values import CODES
-from flexcomm.kernels.layout import IndexCode
-from flexcomm.kernels.plan import Selection, check_implemented
+from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout
+from flexcomm.kernels.plan import SampleKey, Selection, TensorPlan, check_implemented
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from flexcomm.kernels.layout import BufferPlan, Layout
-    from flexcomm.kernels.plan import SampleKey, TensorPlan
-
-    Loop = Callable[..., Any]
+Loop = Callable[..., Any]
 
 BLOCK_NUMEL = 1 << 17
 """Elements that are worked on at a time, stage by stage: with their states, they stay in a core's second cache."""

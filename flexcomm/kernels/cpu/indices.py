@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.bits import get_window, put_window
 from flexcomm.kernels.cpu.codelets import count_bits, lowest_bit
-from flexcomm.kernels.cpu.compiler import compiled, kept
+from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs, compiled, kept
 from flexcomm.kernels.cpu.tables import chunk_span, entries_before, picks_of, tensor_of, words_of
 from flexcomm.kernels.layout import IndexCode
-
-if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs
 
 _PACKED = int(IndexCode.PACKED)
 _ELIAS_FANO = int(IndexCode.ELIAS_FANO)

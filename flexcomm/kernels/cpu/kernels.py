@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem, StateUpdate, Status
 from flexcomm.kernels.counting import BINS as HISTOGRAM_BINS
@@ -22,16 +25,19 @@ from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.codelets import LENGTH
 from flexcomm.kernels.cpu.groups import Group, plan_groups
 from flexcomm.kernels.cpu.mixing import mixer_of
-from flexcomm.kernels.layout import HEADER_NWORDS, NONFINITE, WORD_NBYTES, Header, IndexCode, aligned, plan_layout
+from flexcomm.kernels.layout import (
+    HEADER_NWORDS,
+    NONFINITE,
+    WORD_NBYTES,
+    BufferPlan,
+    Header,
+    IndexCode,
+    Layout,
+    Region,
+    aligned,
+    plan_layout,
+)
 from flexcomm.kernels.plan import Selection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from flexcomm.kernels.layout import BufferPlan, Layout, Region
 
 _SMALLEST_SHARE = 1 << 16
 """Elements below which a second thread costs more than it saves."""

@@ -5,24 +5,19 @@ Two vectors are read and written by one loop. Of more, or of 16-bit ones, a bloc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from numba.np.numpy_support import carray
+from numpy.typing import NDArray
+from torch import Tensor
 
 from flexcomm.kernels.cpu.codelets import pointer_to
-from flexcomm.kernels.cpu.compiler import compiled, kept, summing
+from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Longs, compiled, kept, summing
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Longs
-
-    Reals = NDArray[Any]  # of float32, or of float64
+Reals = NDArray[Any]  # of float32, or of float64
 
 BFLOAT16, FLOAT16 = range(2)
 _HALVES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}

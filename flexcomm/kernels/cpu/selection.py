@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from flexcomm.kernels.counting import BIN_SHIFT
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.codelets import WINDOW, count_bits, lowest_bit, reaching
-from flexcomm.kernels.cpu.compiler import compiled, kept
+from flexcomm.kernels.cpu.compiler import Int, Ints, Longs, compiled, kept
 from flexcomm.kernels.cpu.tables import chunk_span, coefs_at, ints_at, longs_at, picks_of, tensor_of
 from flexcomm.kernels.plan import Selection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from flexcomm.kernels.cpu.compiler import Int, Ints, Longs
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _TWO_OCTAVES = 2 << 23

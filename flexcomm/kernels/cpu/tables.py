@@ -6,16 +6,11 @@ records of arrays: numba compiles several times as long for the latter, and unpa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numba.np.numpy_support import carray
 
 from flexcomm.kernels.cpu.codelets import pointer_to
-from flexcomm.kernels.cpu.compiler import compiled
-
-if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, Ints, Longs
+from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, Ints, Longs, compiled
 
 TENSOR = (
     "X", "STATE", "STATE_OUT", "FACTOR", "KEY", "START",

@@ -7,8 +7,6 @@ transformed, and for all others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from flexcomm.kernels import butterflies
@@ -26,7 +24,7 @@ from flexcomm.kernels.cpu.codelets import (
     idct_flat,
     idct_rows,
 )
-from flexcomm.kernels.cpu.compiler import compiled, kept
+from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, compiled, kept
 from flexcomm.kernels.cpu.tables import (
     chunk_span,
     coefs_at,
@@ -37,9 +35,6 @@ from flexcomm.kernels.cpu.tables import (
     sent_of,
     tensor_of,
 )
-
-if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs
 
 SQUARE = LENGTH * LENGTH
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from flexcomm.kernels.base import Problem
@@ -19,7 +17,7 @@ from flexcomm.kernels.cpu.bits import (
     sum_magnitudes,
     to_bits,
 )
-from flexcomm.kernels.cpu.compiler import compiled, kept
+from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Longs, compiled, kept
 from flexcomm.kernels.cpu.tables import (
     chunk_span,
     coefs_at,
@@ -32,9 +30,6 @@ from flexcomm.kernels.cpu.tables import (
     words_of,
 )
 from flexcomm.kernels.plan import ValueCode
-
-if TYPE_CHECKING:
-    from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Longs
 
 _FP32, _BF16, _FP16 = int(ValueCode.FP32), int(ValueCode.BF16), int(ValueCode.FP16)
 _INT8, _SIGN, _SIGN2 = int(ValueCode.INT8), int(ValueCode.SIGN), int(ValueCode.SIGN2)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from flexcomm.kernels.gpu.programs import load_program
 from flexcomm.kernels.gpu.records import Job, Section, Term
-from flexcomm.kernels.plan import NO_SAMPLE_KEY, Selection, ValueCode, check_implemented
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels.layout import Layout
-    from flexcomm.kernels.per_tensor import TensorState
-    from flexcomm.kernels.plan import SampleKey, TensorPlan
+from flexcomm.kernels.layout import Layout
+from flexcomm.kernels.per_tensor import TensorState
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, Selection, TensorPlan, ValueCode, check_implemented
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """As ``codec.cu`` numbers them."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, entries_before, fill_up, raise_threshold, threshold_bits
@@ -22,14 +23,7 @@ from flexcomm.kernels.gpu.launcher import CupyLauncher, Launcher
 from flexcomm.kernels.gpu.records import Job
 from flexcomm.kernels.gpu.share import Share, plan_chunk_share, plan_item_share, plan_sum_share
 from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorEncoding, TensorState, ThresholdCounts
-from flexcomm.kernels.plan import NO_SAMPLE_KEY
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels.plan import SampleKey, TensorPlan
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, TensorPlan
 
 _EXPONENT = int(math.log2(LARGEST_MAGNITUDE))
 _NONFINITE_BITS = {

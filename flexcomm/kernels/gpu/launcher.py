@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from flexcomm.kernels.gpu.compiler import find_cubin
-
-if TYPE_CHECKING:
-    from flexcomm.kernels.gpu.records import Job
+from flexcomm.kernels.gpu.records import Job
 
 
 class Launcher(Protocol):

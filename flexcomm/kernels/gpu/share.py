@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from flexcomm.kernels.butterflies import plan_dct
 from flexcomm.kernels.gpu.records import WORD_NBYTES
-
-if TYPE_CHECKING:
-    from flexcomm.kernels.plan import TensorPlan
+from flexcomm.kernels.plan import TensorPlan
 
 _SHORT = 128
 """Elements of a one-row chunk up to which a single thread does its selection, and a block does many side by side."""

@@ -5,12 +5,8 @@ What rounds, converts, divides and hashes alike on every device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 LOW32 = (1 << 32) - 1
 GOLDEN = 0x9E3779B9

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from flexcomm.kernels.counting import entries_before
-from flexcomm.kernels.layout import IndexCode
+from flexcomm.kernels.layout import IndexCode, Layout
 from flexcomm.kernels.reference.bits import get
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flexcomm.kernels.layout import Layout
 
 
 def put_indices(bits: Tensor, chosen: Tensor, layout: Layout) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem
 from flexcomm.kernels.counting import BIN_SHIFT, BINS, fill_up, raise_threshold, threshold_bits
 from flexcomm.kernels.layout import CHECKSUM_WORD, IndexCode
 from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorEncoding, TensorState, ThresholdCounts
-from flexcomm.kernels.plan import check_implemented
+from flexcomm.kernels.plan import SampleKey, TensorPlan, check_implemented
 from flexcomm.kernels.reference.bits import (
     GOLDEN,
     LOW32,
@@ -27,13 +28,6 @@ from flexcomm.kernels.reference.indices import get_indices, put_indices
 from flexcomm.kernels.reference.selection import SELECTIONS, select, select_shared
 from flexcomm.kernels.reference.transform import accumulate, restore
 from flexcomm.kernels.reference.values import CODES, dequantise, quantise
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 _SCALE_INFINITY = 0x7F80
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from flexcomm.kernels.counting import BIN_SHIFT
-from flexcomm.kernels.plan import Selection
+from flexcomm.kernels.per_tensor import ThresholdCounts
+from flexcomm.kernels.plan import SampleKey, Selection, TensorPlan
 from flexcomm.kernels.reference.bits import GOLDEN, magnitude_bits, mix32
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flexcomm.kernels.per_tensor import ThresholdCounts
-    from flexcomm.kernels.plan import SampleKey, TensorPlan
 
 
 def select(coefficients: Tensor, plan: TensorPlan, sample_key: SampleKey, threshold: ThresholdCounts | None) -> Tensor:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from flexcomm.kernels.base import StateUpdate
 from flexcomm.kernels.butterflies import ADD_SCALED, BUTTERFLY, MIX, Program, plan_dct, plan_inverse_dct
+from flexcomm.kernels.plan import TensorPlan
 from flexcomm.kernels.reference.bits import rounded
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flexcomm.kernels.plan import TensorPlan
 
 PLAIN = StateUpdate()
 

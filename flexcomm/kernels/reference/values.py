@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexcomm.kernels.plan import ValueCode
 from flexcomm.kernels.reference.bits import (
@@ -16,11 +18,6 @@ from flexcomm.kernels.reference.bits import (
     from_bits,
     saturated_bf16,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 _LARGEST_FP16 = 65504.0
 _SUM_LANES = 32

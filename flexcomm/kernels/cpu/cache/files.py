@@ -17,14 +17,12 @@ import stat
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import IO
 
 CACHE_VARIABLE = "FLEXCOMM_CACHE_DIR"
 _DIGEST_BYTES = 16
