@@ -85,7 +85,7 @@ def _describe(plan: TensorPlan) -> str:
     return (
         f"TensorPlan(rows={plan.rows!r}, cols={plan.cols!r}, chunk_rows={plan.chunk_rows!r}, "
         f"chunk_cols={plan.chunk_cols!r}, transformed={plan.transformed!r}, "
-        f"selection=<Selection.{plan.selection.name}: {int(plan.selection)}>, keep={plan.k!r}, "
+        f"selection=<Selection.{plan.selection.rule.wire_name}: {int(plan.selection)}>, keep={plan.k!r}, "
         f"values=<ValueCode.{plan.values.name}: {int(plan.values)}>, tau={plan.tau!r}, seed={plan.seed!r}, "
         f"exact={plan.variable_length!r})"
     )

@@ -215,7 +215,7 @@ class TopK(Selector):
     """The ``k`` of largest magnitude of every chunk, or all of a chunk that holds fewer; of equals, the first."""
 
     k: int = field(metadata=_POSITIVE)
-    selection = Selection.LARGEST
+    selection = Selection.TOP_K
 
     def choose_k(self, cut: Cut) -> int:
         return min(self.k, cut.chunk_numel)
@@ -235,7 +235,7 @@ class _Rated(Selector):
 class TopRate(_Rated):
     """The share ``rate`` of every chunk that is of largest magnitude, at least one; of equals, the first."""
 
-    selection = Selection.LARGEST
+    selection = Selection.TOP_K
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class RandomK(_Rated):
     """
 
     seed: int = field(default=0, metadata=_WHOLE)
-    selection = Selection.SHUFFLED
+    selection = Selection.RANDOM_K
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Striding(_Rated):
     Gaps are never longer than one over the rate, rounded up, so every coefficient is sent within so many steps.
     """
 
-    selection = Selection.STRIDED
+    selection = Selection.STRIDING
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class Threshold(Selector):
 
     tau: float = field(metadata=_TAU)
     capacity: float | None = field(default=1 / 16, metadata=_CAPACITY)
-    selection = Selection.ABOVE
+    selection = Selection.THRESHOLD
 
     @property
     def variable_length(self) -> bool:

@@ -11,13 +11,53 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
-from flexcomm.kernels.ahead import CALLS, compile_ahead
+import torch
+
+from flexcomm.kernels.base import Kernels, StateUpdate
+from flexcomm.kernels.layout import BufferPlan, Region
+from flexcomm.kernels.plan import Selection, TensorPlan, TensorSpec, ValueCode
+
+
+def _exchange(plan: TensorPlan, kernels: Kernels) -> None:
+    """Send ones from one sender to itself."""
+    bucket = BufferPlan.of((TensorSpec("x", (plan.rows, plan.cols), torch.float32),), (plan,), 0)
+    words, x = torch.empty(bucket.nwords, dtype=torch.int32), torch.ones(plan.rows, plan.cols)
+    kernels.encoder(bucket, words).encode_([x], None, None, StateUpdate(), step=0, sequence=0)
+    decoder = kernels.decoder(bucket, words, [Region("self", 0, bucket.nwords)])
+    decoder.verify(step=0, sequence=0)
+    decoder.decode_([x], step=0, average="nodes")
+
+
+def _mix(kernels: Kernels) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        x = torch.ones(4, dtype=dtype)
+        for others in (1, 2):
+            kernels.mix_(x, 0.5, [x] * others, [0.25] * others, torch.empty_like(x))
+
+
+_PLANS = {
+    "squares": TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 4, ValueCode.BF16),
+    "rows": TensorPlan(1, 64, 1, 64, True, Selection.TOP_K, 4, ValueCode.SIGN),
+    "any chunks": TensorPlan(1, 8, 1, 8, True, Selection.STRIDING, 2, ValueCode.BF16),
+    "threshold": TensorPlan(1, 8, 1, 8, False, Selection.THRESHOLD, 4, ValueCode.BF16),
+    "random": TensorPlan(1, 8, 1, 8, False, Selection.RANDOM_K, 2, ValueCode.BF16),
+}
+# Loops are compiled once for all plans: what differs is data to them. So few calls compile everything, and a test holds
+# them against the laws that every kernel set goes through. Those that take longest come first.
+CALLS: dict[str, Callable[[Kernels], None]] = {name: partial(_exchange, plan) for name, plan in _PLANS.items()}
+CALLS["mix"] = _mix
+
+
+def compile_ahead(name: str) -> None:
+    """Compile what one of the calls needs, unless it is in the cache."""
+    from flexcomm.kernels.cpu import CpuKernels  # needs numba, whose absence main() reports
+
+    CALLS[name](CpuKernels(threads=1))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,13 +75,14 @@ def _compile_all(jobs: int) -> int:
     from flexcomm.kernels.cpu.compiler import kernel_folders
 
     start_s = time.monotonic()
-    with _progress() as advance, ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    _say(f"compiling the CPU kernels: {', '.join(CALLS)}")
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         under_way = {pool.submit(compile_ahead, name): name for name in CALLS}
-        for done in as_completed(under_way):
+        for count, done in enumerate(as_completed(under_way), 1):
             done.result()
-            advance(under_way[done])
+            _say(f"{count} of {len(CALLS)}: {under_way[done]}")
     for folder in kernel_folders():
-        if found := _find_files(folder):
+        if found := [path for path in folder.glob("*") if not path.suffix]:
             nbytes = sum(file.stat().st_size for file in found)
             _say(f"{len(found)} kernels, {nbytes / 1e6:.1f} MB, in {time.monotonic() - start_s:.1f} s: {folder}")
             return 0
@@ -57,26 +98,6 @@ def _clear() -> int:
             shutil.rmtree(folder.parent)
             _say(f"removed {folder.parent}")
     return 0
-
-
-def _find_files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*") if not path.suffix]
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Give a function that is told which call is compiled: it moves a bar, or writes lines where there is no rich."""
-    if find_spec("rich") is None or not sys.stdout.isatty():
-        count = iter(range(1, len(CALLS) + 1))
-        _say(f"compiling the CPU kernels: {', '.join(CALLS)}")
-        yield lambda name: _say(f"{next(count)} of {len(CALLS)}: {name}")
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("compiling the CPU kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("", total=len(CALLS))
-        yield lambda _name: progress.advance(task)
 
 
 def _say(line: str) -> None:

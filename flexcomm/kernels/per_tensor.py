@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexcomm.kernels.base import Average, Problem, StateUpdate, Status
+from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem, StateUpdate, Status
 from flexcomm.kernels.layout import (
     CHECKSUM_WORD,
     HEADER_NBYTES,
@@ -55,21 +55,8 @@ class Payload(NamedTuple):
     counts: Tensor | None = None
 
 
-class TensorEncoding(NamedTuple):
-    """What is sent of one tensor: its plan, the layout of its payload, the key of its step, its threshold if any."""
-
-    plan: TensorPlan
-    layout: Layout
-    sample_key: SampleKey
-    threshold: ThresholdCounts | None = None
-
-
 class PerTensorKernels(ABC):
     """A kernel set by verbs that work on one tensor."""
-
-    @abstractmethod
-    def is_finite(self, x: Tensor) -> bool:
-        """Return whether every element is finite, its magnitude below ``LARGEST_MAGNITUDE``."""
 
     @abstractmethod
     def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
@@ -80,7 +67,16 @@ class PerTensorKernels(ABC):
         """
 
     @abstractmethod
-    def encode_tensor_(self, x: Tensor, words: Tensor, encoding: TensorEncoding, state: TensorState) -> bool:
+    def encode_tensor_(
+        self,
+        x: Tensor,
+        words: Tensor,
+        plan: TensorPlan,
+        layout: Layout,
+        sample_key: SampleKey,
+        threshold: ThresholdCounts | None,
+        state: TensorState,
+    ) -> bool:
         """Fill ``words`` with the payload and move what it holds out of the state; False if that is not finite."""
 
     @abstractmethod
@@ -132,55 +128,48 @@ class TensorLoopEncoder:
         step: int,
         sequence: int,
     ) -> int:
-        problem = self._encode_tensors_(tensors, states, states_out, update, step, sequence)
-        if problem.word:
+        plan, kernels = self._plan, self._kernels
+        # Found before anything is written: a state that is updated in place could not be restored.
+        nonfinite = (number for number, x in enumerate(tensors) if not _is_finite(x))
+        wrong = next((Status(Problem.NONFINITE, tensor=number) for number in nonfinite), None)
+        position, entries, keys = HEADER_NWORDS, 0, plan.sample_keys(step)
+        for number, one in enumerate(plan.plans if wrong is None else ()):
+            state = TensorState(None, None, update)
+            if states is not None and states_out is not None:
+                state = TensorState(states[number], states_out[number], update)
+            x = tensors[number]
+            threshold = kernels.find_threshold(x, one, state) if one.is_variable else None
+            sent = one.entries if threshold is None else int(threshold.counts.sum())
+            layout = plan_layout(one, sent) if one.variable_length else plan.layouts[number]
+            words = self._words[position : position + layout.nwords]
+            if not kernels.encode_tensor_(x, words, one, layout, keys[number], threshold, state):
+                wrong = Status(Problem.STATE, tensor=number)
+                break
+            position, entries = position + layout.nwords, entries + sent
+        if wrong is not None:
             self.mark_nonfinite_(step=step, sequence=sequence)
-        return problem.word
+            return wrong.word
+        self._close_(position, Header(plan.digest, step, sequence, entries))
+        return 0
 
     def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
         end = HEADER_NWORDS if self._plan.variable_length else self._plan.nwords
         self._words[:end] = 0
         self._close_(end, Header(self._plan.digest, step, sequence, 0, NONFINITE))
 
-    def _encode_tensors_(
-        self,
-        tensors: Sequence[Tensor],
-        states: Sequence[Tensor] | None,
-        states_out: Sequence[Tensor] | None,
-        update: StateUpdate,
-        step: int,
-        sequence: int,
-    ) -> Status:
-        plan, kernels = self._plan, self._kernels
-        for number, x in enumerate(tensors):
-            if not kernels.is_finite(x):
-                return Status(Problem.NONFINITE, tensor=number)
-        position, entries, keys = HEADER_NWORDS, 0, plan.sample_keys(step)
-        for number, (one, x) in enumerate(zip(plan.plans, tensors, strict=True)):
-            state = TensorState(None, None, update)
-            if states is not None and states_out is not None:
-                state = TensorState(states[number], states_out[number], update)
-            threshold = kernels.find_threshold(x, one, state) if one.is_variable else None
-            sent = one.entries if threshold is None else int(threshold.counts.sum())
-            layout = plan_layout(one, sent) if one.variable_length else plan.layouts[number]
-            words = self._words[position : position + layout.nwords]
-            if not kernels.encode_tensor_(x, words, TensorEncoding(one, layout, keys[number], threshold), state):
-                return Status(Problem.STATE, tensor=number)
-            position, entries = position + layout.nwords, entries + sent
-        self._close_(position, Header(plan.digest, step, sequence, entries))
-        return Status()
-
     def _close_(self, position: int, header: Header) -> None:
         """Zero the padding, and write the header with the checksum."""
         end = aligned(position)
         self._words[position:end] = 0
-        _write_header_(self._words, header.pack((end - HEADER_NWORDS) * WORD_NBYTES))
+        octets = header.pack((end - HEADER_NWORDS) * WORD_NBYTES)
+        self._words[:HEADER_NWORDS] = torch.from_numpy(np.frombuffer(octets, np.int32).copy())
         checksum = self._kernels.checksum(self._words[:end])
         self._words[CHECKSUM_WORD] = checksum - (checksum >> 31 << 32)
 
 
-def _write_header_(words: Tensor, octets: bytes) -> None:
-    words[:HEADER_NWORDS] = torch.from_numpy(np.frombuffer(octets, np.int32).copy())
+def _is_finite(x: Tensor) -> bool:
+    # One reduction, without temporaries; it hands on what is not a number.
+    return x.numel() == 0 or float(torch.linalg.vector_norm(x.detach(), torch.inf)) < LARGEST_MAGNITUDE
 
 
 class TensorLoopDecoder:
@@ -196,12 +185,9 @@ class TensorLoopDecoder:
     ) -> None:
         self._kernels, self._plan, self._decoded_as = kernels, plan, decoded_as
         self._words, self._regions = words, regions
-        self.payloads: list[list[Payload]] = [
-            [
-                Payload(region.start + position, layout)
-                for position, layout in zip(plan.positions, plan.layouts, strict=True)
-            ]
-            for region in regions
+        places = list(zip(plan.positions, plan.layouts, strict=True))
+        self.payloads = [
+            [Payload(region.start + position, layout) for position, layout in places] for region in regions
         ]
         """By sender, then by tensor. Where they are variable, :meth:`verify` finds them."""
 
@@ -235,24 +221,22 @@ class TensorLoopDecoder:
 
     def _find_payloads(self, sender: int, announced: int) -> Status:
         """Check and note the payloads of a sender."""
-        region, kernels, payloads = self._regions[sender], self._kernels, []
-        position, entries = HEADER_NWORDS, 0
+        region, payloads, position, entries = self._regions[sender], [], HEADER_NWORDS, 0
         for number, (one, layout) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):
-            payload = Payload(region.start + position, layout)
+            found: Payload | Problem = Payload(region.start + position, layout)
             if one.is_variable:
                 found = self._read_counts(region, position, one, layout)
-                if isinstance(found, Problem):
-                    return Status(found, sender, number)
-                payload = found
-            payloads.append(payload)
-            position += payload.layout.nwords
-            entries += one.entries if payload.counts is None else int(payload.counts.sum())
+            if isinstance(found, Problem):
+                return Status(found, sender, number)
+            payloads.append(found)
+            position += found.layout.nwords
+            entries += one.entries if found.counts is None else int(found.counts.sum())
         if aligned(position) != region.nwords:
             return Status(Problem.LENGTH, sender)
         if entries != announced:
             return Status(Problem.ENTRIES, sender)
         for number, (one, payload) in enumerate(zip(self._plan.plans, payloads, strict=True)):
-            problem = kernels.find_problem(self._words, payload, one)
+            problem = self._kernels.find_problem(self._words, payload, one)
             if problem:
                 return Status(problem, sender, number)
         self.payloads.append(payloads)

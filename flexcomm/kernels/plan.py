@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from flexcomm.errors import InvalidArgumentError
 
@@ -44,15 +45,14 @@ class SampleKey(NamedTuple):
 NO_SAMPLE_KEY = SampleKey(0, 0)
 
 
-def _strided_key(plan: TensorPlan, step: int, name: str) -> SampleKey:
+def _striding_key(plan: TensorPlan, step: int, name: str) -> SampleKey:
     del name
     return SampleKey(0, step % plan.chunk_numel)
 
 
-def _shuffled_key(plan: TensorPlan, step: int, name: str) -> SampleKey:
+def _random_k_key(plan: TensorPlan, step: int, name: str) -> SampleKey:
     """Go through a shuffled order from its beginning to its end, then shuffle anew."""
-    rounds = -(-plan.chunk_numel // plan.k)
-    order, turn = divmod(step, rounds)
+    order, turn = divmod(step, -(-plan.chunk_numel // plan.k))
     return SampleKey(_hash32((plan.seed, name, order)), turn * plan.k % plan.chunk_numel)
 
 
@@ -66,8 +66,9 @@ class SelectionRule:
     """The properties of a selection.
 
     Args:
-        sends_indices: the payload says which coefficients it holds; else every rank derives the same ones.
-        needs_magnitudes: it depends on the coefficients; else on the plan and the sample key alone.
+        wire_name: what it is called in the text that digests are of. Part of the format: it never changes.
+        sends_indices: it depends on the coefficients, so the payload says which ones it holds; else every rank derives
+            the same ones from the plan and the sample key.
         is_variable: the number of entries depends on the data, and payloads begin with the counts of their chunks.
         has_independent_chunks: what is sent of a chunk depends on this chunk alone, so that a part of a tensor sends
             what the whole would: ``two_phase`` needs that.
@@ -75,15 +76,15 @@ class SelectionRule:
 
     """
 
-    sends_indices: bool
-    needs_magnitudes: bool
-    is_variable: bool
-    has_independent_chunks: bool
+    wire_name: str
+    sends_indices: bool = False
+    is_variable: bool = False
+    has_independent_chunks: bool = False
     sample_key: Callable[[TensorPlan, int, str], SampleKey] | None = None
 
 
 class Selection(IntEnum):
-    """Which coefficients of a chunk are sent. Numbers are those of ``codec.cu``; digests hold the names too."""
+    """Which coefficients of a chunk are sent. Numbers are those of ``codec.cu`` and of the wire."""
 
     rule: SelectionRule
 
@@ -92,41 +93,14 @@ class Selection(IntEnum):
         member._value_, member.rule = number, rule
         return member
 
-    EVERYTHING = (
-        0,
-        SelectionRule(sends_indices=False, needs_magnitudes=False, is_variable=False, has_independent_chunks=True),
-    )
-    LARGEST = (
-        1,
-        SelectionRule(sends_indices=True, needs_magnitudes=True, is_variable=False, has_independent_chunks=True),
-    )
+    EVERYTHING = 0, SelectionRule("EVERYTHING", has_independent_chunks=True)
+    TOP_K = 1, SelectionRule("LARGEST", sends_indices=True, has_independent_chunks=True)
     """the ``k`` of largest magnitude; of equals, those of lowest index"""
-    ABOVE = (
-        2,
-        SelectionRule(sends_indices=True, needs_magnitudes=True, is_variable=True, has_independent_chunks=False),
-    )
+    THRESHOLD = 2, SelectionRule("ABOVE", sends_indices=True, is_variable=True)
     """every one whose magnitude reaches ``tau``, of all chunks together at most ``k``"""
-    SHUFFLED = (
-        3,
-        SelectionRule(
-            sends_indices=False,
-            needs_magnitudes=False,
-            is_variable=False,
-            has_independent_chunks=False,
-            sample_key=_shuffled_key,
-        ),
-    )
+    RANDOM_K = 3, SelectionRule("SHUFFLED", sample_key=_random_k_key)
     """``k`` of each chunk, in an order all ranks shuffle alike"""
-    STRIDED = (
-        4,
-        SelectionRule(
-            sends_indices=False,
-            needs_magnitudes=False,
-            is_variable=False,
-            has_independent_chunks=False,
-            sample_key=_strided_key,
-        ),
-    )
+    STRIDING = 4, SelectionRule("STRIDED", sample_key=_striding_key)
     """``k`` of each chunk, evenly spaced, moving on by one every step"""
 
 
@@ -291,3 +265,45 @@ class TensorPlan:
     def entries(self) -> int:
         """How many entries a payload holds; for a variable one, at most."""
         return self.k if self.is_variable else self.chunks * self.k
+
+
+BIN_SHIFT = 16
+"""Of a threshold's candidates, magnitudes are binned by the upper half of their bits."""
+BINS = 1 << 15
+
+
+class Raised(NamedTuple):
+    """Bits between which a raised threshold lies: what reaches ``high`` is sent, and some of what reaches ``low``."""
+
+    low: int
+    high: int
+
+
+def threshold_bits(tau: float) -> int:
+    """Return a threshold as the bits of a float32 without sign; one beyond all float32 is infinite."""
+    return int(torch.tensor(tau, dtype=torch.float32).abs().view(torch.int32))
+
+
+def raise_threshold(bins: Tensor, tau_bits: int, k: int) -> Raised:
+    """Return the lowest edge of a bin, above the threshold, that at most ``k`` magnitudes reach, and the bin below.
+
+    ``bins[b]`` counts the magnitudes of bin ``b``; bins up to the threshold's own need not be right.
+    """
+    first = (tau_bits >> BIN_SHIFT) + 1
+    reaching = bins[first:].flip(0).cumsum(0).flip(0)
+    edge = first + int((reaching > k).sum())
+    return Raised(max(tau_bits, (edge - 1) << BIN_SHIFT), edge << BIN_SHIFT)
+
+
+def fill_up(low: Tensor, high: Tensor, k: int) -> Tensor:
+    """Return how many entries each chunk sends: those that reach the upper bound, and others until there are ``k``.
+
+    ``low`` and ``high`` count, for each chunk, what reaches either bound; chunks are filled in order.
+    """
+    between, room = low - high, k - int(high.sum())
+    return high + torch.minimum((room - entries_before(between)[:-1]).clamp(min=0), between)
+
+
+def entries_before(counts: Tensor) -> Tensor:
+    """Return how many entries precede each chunk, and at the end, how many there are in all."""
+    return torch.cat((counts.new_zeros(1), counts.cumsum(0)))

@@ -82,7 +82,7 @@ def _plan_part(numbered: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
 def _union_plan(plan: TensorPlan, nodes: int) -> TensorPlan:
     """Return a plan that sends, in full precision, all coefficients that any node may have sent."""
     k = min(plan.k * nodes, plan.chunk_numel)
-    selection = Selection.EVERYTHING if k == plan.chunk_numel else Selection.LARGEST
+    selection = Selection.EVERYTHING if k == plan.chunk_numel else Selection.TOP_K
     return replace(plan, selection=selection, k=k, values=ValueCode.FP32)
 
 

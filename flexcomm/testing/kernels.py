@@ -31,7 +31,7 @@ from flexcomm.testing.coefficients import SEQUENCE, Sent, decode, encode, encode
 
 _REFERENCE = ReferenceKernels()
 _STEP = 5
-_CHOICES = (Selection.LARGEST, Selection.STRIDED)
+_CHOICES = (Selection.TOP_K, Selection.STRIDING)
 _LENGTHS = (0, 1, 37, 2100)
 _MIXTURES: tuple[tuple[float, tuple[float, ...]], ...] = (
     (0.6, (0.4,)),
@@ -72,7 +72,7 @@ def encode_fills_buffer_and_states_as_the_reference_does(kernels: Kernels, devic
 def zeros_keep_the_sign_the_reference_gives_them(kernels: Kernels, device: str) -> None:
     x = torch.tensor([-0.0, 0.0, 1.0, -1.0, -0.0, 0.25, -0.0, 0.0])
     for values in ValueCode:
-        for selection, keep in ((Selection.EVERYTHING, 8), (Selection.LARGEST, 5), (Selection.STRIDED, 3)):
+        for selection, keep in ((Selection.EVERYTHING, 8), (Selection.TOP_K, 5), (Selection.STRIDING, 3)):
             plan = TensorPlan(1, 8, 1, 8, False, selection, keep, values)
             late, expected = torch.full((1, 8), -0.0, device=device), torch.full((1, 8), -0.0)
             sent, reference = (
@@ -86,7 +86,7 @@ def zeros_keep_the_sign_the_reference_gives_them(kernels: Kernels, device: str) 
 def a_nonfinite_state_is_named_and_the_buffer_marked(kernels: Kernels, device: str) -> None:
     for values in ValueCode:
         for broken in (torch.nan, torch.inf, -torch.inf):
-            plan = TensorPlan(1, 64, 1, 32, False, Selection.LARGEST, 2, values)
+            plan = TensorPlan(1, 64, 1, 32, False, Selection.TOP_K, 2, values)
             state = torch.zeros(plan.state_shape, device=device)
             state[1, 7] = broken
             sent = encode(kernels, torch.ones(64, device=device), plan, state, torch.empty_like(state))
@@ -100,7 +100,7 @@ def a_nonfinite_state_is_named_and_the_buffer_marked(kernels: Kernels, device: s
 
 def a_full_threshold_sends_exactly_its_capacity(kernels: Kernels, device: str) -> None:
     """Equal magnitudes leave in the order of chunks and indices: none waits for ever behind the others."""
-    plan = TensorPlan(1, 70, 1, 32, False, Selection.ABOVE, 40, ValueCode.FP32, tau=0.5)
+    plan = TensorPlan(1, 70, 1, 32, False, Selection.THRESHOLD, 40, ValueCode.FP32, tau=0.5)
     x = torch.ones(70)
     x[50] = 3.0
     rest = torch.zeros(plan.state_shape, device=device)
@@ -112,7 +112,7 @@ def a_full_threshold_sends_exactly_its_capacity(kernels: Kernels, device: str) -
 
 def many_nonfinite_coefficients_are_not_overlooked(kernels: Kernels, device: str) -> None:
     """A threshold that rises must not rise above NaN: nothing would be sent, and nobody would hear of it."""
-    plan = TensorPlan(1, 64, 1, 32, False, Selection.ABOVE, 5, ValueCode.BF16, tau=0.5)
+    plan = TensorPlan(1, 64, 1, 32, False, Selection.THRESHOLD, 5, ValueCode.BF16, tau=0.5)
     for bits in (0x7FFFFFFF, 0x7FC00000, 0x7F800000):
         state = torch.full(plan.state_shape, bits, dtype=torch.int32).view(torch.float32).to(device)
         sent = encode(kernels, torch.ones(64, device=device), plan, state, state.clone())
@@ -233,7 +233,7 @@ def verify_names_the_first_sender_with_the_flag(kernels: Kernels, device: str) -
 
 def the_first_kind_of_problem_is_named(kernels: Kernels, device: str) -> None:
     """Whatever chunk it is in, and however chunks are shared out."""
-    plan = TensorPlan(1, 4096, 1, 64, False, Selection.LARGEST, 4, ValueCode.BF16)
+    plan = TensorPlan(1, 4096, 1, 64, False, Selection.TOP_K, 4, ValueCode.BF16)
     sent = encode(_REFERENCE, torch.randn(4096, generator=torch.Generator().manual_seed(0)), plan)
     layout, words = sent.plan.layouts[0], sent.words.clone()
     region = Region("sender", 0, words.numel())
@@ -285,7 +285,7 @@ def decode_adds_in_the_order_of_senders(kernels: Kernels, device: str) -> None:
 def sums_are_decoded_without_being_verified(kernels: Kernels, device: str) -> None:
     """What nodes add up has no header any more; shared selections send no indices."""
     x, out = torch.arange(1.0, 65.0), torch.empty(64, device=device)
-    for selection, k in ((Selection.EVERYTHING, 32), (Selection.STRIDED, 4), (Selection.SHUFFLED, 4)):
+    for selection, k in ((Selection.EVERYTHING, 32), (Selection.STRIDING, 4), (Selection.RANDOM_K, 4)):
         sent = encode(_REFERENCE, x, TensorPlan(1, 64, 1, 32, False, selection, k, ValueCode.FP32), step=_STEP)
         region, expected = Region("sum", 0, sent.words.numel()), torch.empty(64)
         decode(_REFERENCE, sent, sent.plan.plans[0], expected)
@@ -297,8 +297,8 @@ def sums_are_decoded_without_being_verified(kernels: Kernels, device: str) -> No
 
 def a_buffer_is_decoded_as_another_plan(kernels: Kernels, device: str) -> None:
     """Coefficients that travel as they are can be transformed back by the receiver."""
-    flat = TensorPlan(1, 256, 1, 64, False, Selection.LARGEST, 9, ValueCode.FP32)
-    square = TensorPlan(16, 16, 8, 8, True, Selection.LARGEST, 9, ValueCode.FP32)
+    flat = TensorPlan(1, 256, 1, 64, False, Selection.TOP_K, 9, ValueCode.FP32)
+    square = TensorPlan(16, 16, 8, 8, True, Selection.TOP_K, 9, ValueCode.FP32)
     x, expected, out = numbers("normal", (256,), 3), torch.empty(16, 16), torch.empty(16, 16, device=device)
     decode(_REFERENCE, encode(_REFERENCE, x, flat), square, expected)
     decode(kernels, encode(kernels, x.to(device), flat), square, out)

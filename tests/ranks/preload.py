@@ -10,7 +10,7 @@ import torch.distributed.checkpoint
 
 import flexcomm.testing
 import flexdemo
-from flexcomm.kernels.ahead import CALLS, compile_ahead
+from flexcomm.kernels.__main__ import CALLS, compile_ahead
 
 __all__ = ["flexcomm", "flexdemo", "torch"]
 

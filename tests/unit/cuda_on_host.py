@@ -7,10 +7,12 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexcomm.kernels.gpu import SOURCE, Job
+from flexcomm.kernels.gpu import SOURCE, CupyLauncher, Job
 
 if TYPE_CHECKING:
     import torch
+
+    from flexcomm.kernels.gpu.blocks import LaunchConfig
 
 SHIM = Path(__file__).with_name("cuda_on_host.h")
 # The host must not fuse or reorder either; -O1 is as fast here, and compiles sooner.
@@ -24,24 +26,22 @@ def compile_for_host(folder: Path, *extra_flags: str) -> Path:
     return library
 
 
-class HostLauncher:
+class HostLauncher(CupyLauncher):
     """A launcher whose device is this machine's memory. ``shared_limit`` in bytes is what a block may have."""
 
     def __init__(self, library: Path, shared_limit: int = 48 << 10) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.job_nbytes.restype = ctypes.c_uint64
         self._shared_limit = shared_limit
-        self.launched: list[tuple[str, int, int, int]] = []
         assert self._library.job_nbytes() == ctypes.sizeof(Job)
 
     def shared_nbytes(self, device: torch.device) -> int:
         assert device.type == "cpu"
         return self._shared_limit
 
-    def launch(self, name: str, grid: int, threads: int, shared_nbytes: int, job: Job, device: torch.device) -> None:
-        assert device.type == "cpu"
-        assert shared_nbytes <= self._shared_limit
-        self.launched.append((name, grid, threads, shared_nbytes))
+    def launch(self, name: str, config: LaunchConfig, job: Job) -> None:
+        assert job.device.type == "cpu"
+        assert config.shared_nbytes <= self._shared_limit
         kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
-        asked = ctypes.c_uint32(grid), ctypes.c_uint32(threads), ctypes.c_uint64(shared_nbytes)
+        asked = ctypes.c_uint32(config.grid), ctypes.c_uint32(config.threads), ctypes.c_uint64(config.shared_nbytes)
         assert self._library.launch(kernel, *asked, ctypes.byref(job)), f"{name} wrote beyond its shared memory"

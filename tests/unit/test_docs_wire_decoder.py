@@ -62,7 +62,7 @@ def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) 
 def shortest_code(plan: TensorPlan, entries: int) -> tuple[int, str, int]:
     """Return the length of the index section in bits, the code and its low bits."""
     n, chunks = plan.chunk_numel, plan.chunks
-    if plan.selection not in (Selection.LARGEST, Selection.ABOVE) or (not plan.is_variable and plan.k == n):
+    if plan.selection not in (Selection.TOP_K, Selection.THRESHOLD) or (not plan.is_variable and plan.k == n):
         return 0, "none", 0
     w = max(1, (n - 1).bit_length())
     fano = [(entries * (low + 1) + chunks * ((n - 1) >> low), "elias-fano", low) for low in range(w)]
@@ -88,9 +88,9 @@ def read_indices(
 
 def shared_indices(plan: TensorPlan, chunk: int, step: int, name: str) -> set[int]:
     n, keep = plan.chunk_numel, plan.k
-    if plan.selection is Selection.STRIDED:
+    if plan.selection is Selection.STRIDING:
         return {(entry * n // keep + step) % n for entry in range(keep)}
-    if plan.selection is not Selection.SHUFFLED:
+    if plan.selection is not Selection.RANDOM_K:
         return set(range(n))
     deal, turn = divmod(step, math.ceil(n / keep))
     text = repr((plan.seed, name, deal)).encode()

@@ -23,7 +23,7 @@ from flexcomm.kernels import (
     ValueCode,
     choose_kernels,
 )
-from flexcomm.kernels.ahead import CALLS, compile_ahead
+from flexcomm.kernels.__main__ import CALLS, compile_ahead
 from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection, transform, values
 from flexcomm.kernels.cpu.kernels import share
 from flexcomm.testing import KERNEL_LAWS
@@ -91,8 +91,8 @@ def test_a_small_tensor_is_not_worth_a_second_thread() -> None:
 @pytest.mark.parametrize("wrong", ["words", "state"])
 def test_kernels_that_differ_in_one_bit_are_found_out(wrong: str) -> None:
     class Careless(ReferenceKernels):
-        def encode_tensor_(self, x, words, encoding, state) -> bool:  # type: ignore[no-untyped-def]
-            done = super().encode_tensor_(x, words, encoding, state)
+        def encode_tensor_(self, x, words, *others) -> bool:  # type: ignore[no-untyped-def]
+            done, state = super().encode_tensor_(x, words, *others), others[-1]
             if wrong == "words":
                 words[-1:] ^= 1
             elif state.state_out is not None:
@@ -187,7 +187,7 @@ def test_the_largest_of_a_long_chunk_are_what_sorting_finds(k: int) -> None:
 
 @pytest.mark.parametrize("code", list(ValueCode), ids=lambda code: code.name)
 def test_zeros_travel_as_zeros(code: ValueCode) -> None:
-    for choice in (Selection.EVERYTHING, Selection.LARGEST, Selection.SHUFFLED, Selection.STRIDED):
+    for choice in (Selection.EVERYTHING, Selection.TOP_K, Selection.RANDOM_K, Selection.STRIDING):
         keep = 16 if choice is Selection.EVERYTHING else 5
         plan = TensorPlan(1, 48, 1, 16, False, choice, keep, code)
         sent = encode(CpuKernels(1), torch.zeros(48), plan, step=1)
@@ -240,7 +240,7 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 
 
 def encode_ones() -> None:
-    encode(CpuKernels(1), torch.ones(64), TensorPlan(1, 64, 1, 32, False, Selection.LARGEST, 4, ValueCode.BF16))
+    encode(CpuKernels(1), torch.ones(64), TensorPlan(1, 64, 1, 32, False, Selection.TOP_K, 4, ValueCode.BF16))
 
 
 def test_a_second_process_compiles_nothing_again() -> None:
@@ -254,14 +254,14 @@ def test_a_second_process_compiles_nothing_again() -> None:
 def test_the_largest_are_found_also_behind_the_last_whole_vector_of_a_long_chunk(length: int) -> None:
     keep = 5
     x = torch.arange(float(length)) + 1.0
-    plan = TensorPlan(1, length, 1, length, False, Selection.LARGEST, keep, ValueCode.FP32)
+    plan = TensorPlan(1, length, 1, length, False, Selection.TOP_K, keep, ValueCode.FP32)
     sent = sent_coefficients(CpuKernels(1), encode(CpuKernels(1), x, plan))
     assert torch.equal(sent.view(-1), torch.where(x > length - keep, x, 0.0))
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_torchs_default_dtype_does_not_matter(default: torch.dtype) -> None:
-    plan = TensorPlan(1, 4096, 1, 4096, False, Selection.LARGEST, 1024, ValueCode.FP32)
+    plan = TensorPlan(1, 4096, 1, 4096, False, Selection.TOP_K, 1024, ValueCode.FP32)
     x, kernels = torch.arange(4096.0), CpuKernels(1)
     torch.set_default_dtype(default)
     try:
@@ -279,7 +279,7 @@ def test_the_largest_are_found_also_in_the_rest_of_a_chunk_that_bins_do_not_divi
 
 
 def test_a_bucket_of_empty_tensors_holds_nothing() -> None:
-    for choice in (Selection.LARGEST, Selection.ABOVE):
+    for choice in (Selection.TOP_K, Selection.THRESHOLD):
         plan, out = TensorPlan(1, 0, 1, 64, False, choice, 4, ValueCode.BF16), torch.empty(1, 0)
         sent = encode(CpuKernels(1), torch.empty(1, 0), plan)
         assert sent.is_sound
@@ -296,7 +296,7 @@ def test_the_reference_keeps_the_laws_that_compare_it_with_nothing(law: Callable
 
 
 def test_an_encoder_follows_a_gain_that_changes() -> None:
-    plan = plan_single(TensorPlan(1, 64, 1, 32, False, Selection.LARGEST, 4, ValueCode.FP32))
+    plan = plan_single(TensorPlan(1, 64, 1, 32, False, Selection.TOP_K, 4, ValueCode.FP32))
     words, x = torch.empty(plan.nwords, dtype=torch.int32), torch.arange(64.0)
     encoder = CpuKernels(1).encoder(plan, words)
     for gain in (1.0, 0.5, 2.0):

@@ -10,7 +10,7 @@ import torch
 
 from flexcomm.kernels import Average, Problem, ReferenceKernels, Region, Selection, StateUpdate, Status, TensorPlan
 from flexcomm.kernels import ValueCode as Value
-from flexcomm.kernels.gpu import GpuKernels, share
+from flexcomm.kernels.gpu import GpuKernels, blocks
 from flexcomm.kernels.per_tensor import TensorState
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.cases import numbers
@@ -49,10 +49,10 @@ def make_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeKerne
 
     with pytest.MonkeyPatch.context() as patch:
         # So few blocks that each has several chunks, one after the other, where shared memory is not enough.
-        patch.setattr(share, "_WORKSPACE_BLOCKS", 2)
-        share.plan_chunk_share.cache_clear()
+        patch.setattr(blocks, "_WORKSPACE_BLOCKS", 2)
+        blocks.plan_chunk_launch.cache_clear()
         yield make
-    share.plan_chunk_share.cache_clear()
+    blocks.plan_chunk_launch.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def require_equal_exchange(kernels: Kernels, plan: TensorPlan) -> None:
 
 
 @pytest.mark.parametrize("threads", slow_but([1, 2], [1, 2, 33]))
-@pytest.mark.parametrize("selection", [Selection.LARGEST, Selection.ABOVE], ids=lambda selection: selection.name)
+@pytest.mark.parametrize("selection", [Selection.TOP_K, Selection.THRESHOLD], ids=lambda selection: selection.name)
 def test_the_bits_do_not_depend_on_the_number_of_threads(
     selection: Selection, threads: int, make_kernels: MakeKernels
 ) -> None:
@@ -145,7 +145,7 @@ def test_chunks_of_any_shape_are_the_references(
 
 
 def test_chunks_of_64_by_64_are_the_references(make_kernels: MakeKernels) -> None:
-    require_equal_exchange(make_kernels(8), TensorPlan(70, 65, 64, 64, True, Selection.LARGEST, 32, Value.BF16))
+    require_equal_exchange(make_kernels(8), TensorPlan(70, 65, 64, 64, True, Selection.TOP_K, 32, Value.BF16))
 
 
 @pytest.mark.parametrize(("values", "divisor"), [(Value.INT8, 127), (Value.SIGN2, 3)])
@@ -170,20 +170,20 @@ def test_a_threshold_rises_to_the_bin_at_which_too_many_reach_it(
 ) -> None:
     one_bin_up = 1.0 + 2.0**-7
     x = torch.tensor([one_bin_up, -2.0, 1.0, 0.5] * 25)
-    plan = TensorPlan(1, 100, 1, 10, False, Selection.ABOVE, keep, Value.FP32, tau=1.0)
+    plan = TensorPlan(1, 100, 1, 10, False, Selection.THRESHOLD, keep, Value.FP32, tau=1.0)
     for kernels in (make_kernels(), REFERENCE):
         threshold = kernels.find_threshold(x, plan, STATELESS)
         assert (threshold.tau_bits, int(threshold.counts.sum())) == (tau_bits, keep)
 
 
 def test_a_threshold_beyond_all_float32_is_reached_by_nothing(make_kernels: MakeKernels) -> None:
-    plan = TensorPlan(1, 100, 1, 10, False, Selection.ABOVE, 5, Value.FP32, tau=1e300)
+    plan = TensorPlan(1, 100, 1, 10, False, Selection.THRESHOLD, 5, Value.FP32, tau=1e300)
     for kernels in (make_kernels(), REFERENCE):
         assert int(kernels.find_threshold(torch.full((100,), 1e30), plan, STATELESS).counts.sum()) == 0
 
 
 def test_of_equals_the_first_chunks_and_the_lowest_indices_are_sent(make_kernels: MakeKernels) -> None:
-    plan = TensorPlan(1, 500, 1, 100, False, Selection.ABOVE, 230, Value.FP32, tau=0.1)
+    plan = TensorPlan(1, 500, 1, 100, False, Selection.THRESHOLD, 230, Value.FP32, tau=0.1)
     for kernels in (make_kernels(), make_kernels(4, NEXT_TO_NONE_SHARED), REFERENCE):
         left = torch.zeros(plan.state_shape)
         assert encode(kernels, torch.ones(500), plan, left, left).is_sound
@@ -195,7 +195,7 @@ def test_of_equals_the_first_chunks_and_the_lowest_indices_are_sent(make_kernels
 def test_a_state_with_more_broken_numbers_than_may_be_sent_is_reported(
     broken: float, values: Value, make_kernels: MakeKernels
 ) -> None:
-    plan = TensorPlan(1, 500, 1, 100, False, Selection.ABOVE, 20, values, tau=0.1)
+    plan = TensorPlan(1, 500, 1, 100, False, Selection.THRESHOLD, 20, values, tau=0.1)
     for kernels in (make_kernels(), REFERENCE):
         state = torch.full(plan.state_shape, broken)
         assert encode(kernels, torch.ones(500), plan, state, state).status == Status(Problem.STATE)

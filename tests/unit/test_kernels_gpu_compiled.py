@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flexcomm.errors import FlexcommError
-from flexcomm.kernels.gpu import OPTIONS, SOURCE, GpuKernels, compile_cubin, compiler
+from flexcomm.kernels.gpu import OPTIONS, SOURCE, GpuKernels, compile_cubin, launcher
 from flexcomm.testing import check_kernels
 from tests.slow import slow_but
 
@@ -27,7 +27,7 @@ def test_nvrtc_compiles_the_kernels(capability: str) -> None:
 
 
 def test_compiled_arithmetic_is_ieees() -> None:
-    nvrtc = compiler.load_nvrtc()
+    nvrtc = launcher.load_nvrtc()
     program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
     nvrtc.compileProgram(program, ("--gpu-architecture=compute_80", *OPTIONS))
     text = bytes(nvrtc.getPTX(program)).decode()
@@ -38,11 +38,11 @@ def test_compiled_arithmetic_is_ieees() -> None:
 
 def test_compiled_kernels_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile_cubin", str.encode)
-    path = compiler.find_cubin("90")
+    monkeypatch.setattr(launcher, "compile_cubin", str.encode)
+    path = launcher.find_cubin("90")
     assert path.read_bytes() == b"90"
-    monkeypatch.setattr(compiler, "compile_cubin", lambda _: pytest.fail("compiled again"))
-    assert compiler.find_cubin("90") == path
+    monkeypatch.setattr(launcher, "compile_cubin", lambda _: pytest.fail("compiled again"))
+    assert launcher.find_cubin("90") == path
     assert list((tmp_path / "cache").iterdir()) == [path]
 
 

@@ -42,7 +42,7 @@ HEADER = struct.Struct("<4sHHQQQQQI12s")
 
 
 def fixed(length: int, keep: int, chunks: int = 1, values: ValueCode = ValueCode.BF16) -> TensorPlan:
-    return TensorPlan(1, chunks * length, 1, length, False, Selection.LARGEST, keep, values)
+    return TensorPlan(1, chunks * length, 1, length, False, Selection.TOP_K, keep, values)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -93,13 +93,13 @@ def test_a_fixed_payloads_length_follows_from_shapes(values: ValueCode, keep: in
 
 
 def test_a_variable_payload_begins_with_counts_wide_enough_for_a_full_chunk() -> None:
-    plan = TensorPlan(1, 640, 1, 64, False, Selection.ABOVE, 100, ValueCode.BF16, tau=1.0)
+    plan = TensorPlan(1, 640, 1, 64, False, Selection.THRESHOLD, 100, ValueCode.BF16, tau=1.0)
     layout = plan_layout(plan, plan.entries)
     assert layout.indices == -(-10 * 7 // 32)
     assert plan_layout(replace(plan, variable_length=True), 0).nwords < layout.nwords
 
 
-@pytest.mark.parametrize("selection", [Selection.EVERYTHING, Selection.SHUFFLED, Selection.STRIDED])
+@pytest.mark.parametrize("selection", [Selection.EVERYTHING, Selection.RANDOM_K, Selection.STRIDING])
 def test_indices_all_ranks_derive_are_not_sent(selection: Selection) -> None:
     plan = replace(fixed(64, 64 if selection is Selection.EVERYTHING else 9), selection=selection)
     layout = plan_layout(plan, plan.entries)

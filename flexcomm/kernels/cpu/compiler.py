@@ -37,7 +37,7 @@ def list_sources() -> list[Path]:
     """Return the files that are compiled into kernels, constants included."""
     folder = Path(__file__).parent
     own = ("bits", "checks", "codelets", "compiler", "indices", "mixing", "selection", "tables", "transform", "values")
-    shared = ("base", "butterflies", "counting", "layout", "plan")
+    shared = ("base", "butterflies", "layout", "plan")
     return [folder / f"{name}.py" for name in own] + [folder.parent / f"{name}.py" for name in shared]
 
 

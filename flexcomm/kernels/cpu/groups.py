@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
-from flexcomm.kernels.counting import threshold_bits
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu import transform
 from flexcomm.kernels.cpu.codelets import BINS, LANES, LENGTH, WINDOW
 from flexcomm.kernels.cpu.selection import SELECTIONS, bins_for
 from flexcomm.kernels.cpu.values import CODES
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout
-from flexcomm.kernels.plan import SampleKey, Selection, TensorPlan, check_implemented
+from flexcomm.kernels.plan import SampleKey, Selection, TensorPlan, check_implemented, threshold_bits
 
 Loop = Callable[..., Any]
 

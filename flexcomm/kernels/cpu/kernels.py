@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem, StateUpdate, Status
-from flexcomm.kernels.counting import BINS as HISTOGRAM_BINS
-from flexcomm.kernels.counting import entries_before, fill_up, raise_threshold, threshold_bits
 from flexcomm.kernels.cpu import checks, indices, selection, transform, values
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.codelets import LENGTH
@@ -37,7 +35,8 @@ from flexcomm.kernels.layout import (
     aligned,
     plan_layout,
 )
-from flexcomm.kernels.plan import Selection
+from flexcomm.kernels.plan import BINS as HISTOGRAM_BINS
+from flexcomm.kernels.plan import Selection, entries_before, fill_up, raise_threshold, threshold_bits
 
 _SMALLEST_SHARE = 1 << 16
 """Elements below which a second thread costs more than it saves."""

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexcomm.kernels.counting import BIN_SHIFT
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.codelets import WINDOW, count_bits, lowest_bit, reaching
 from flexcomm.kernels.cpu.compiler import Int, Ints, Longs, compiled, kept
 from flexcomm.kernels.cpu.tables import chunk_span, coefs_at, ints_at, longs_at, picks_of, tensor_of
-from flexcomm.kernels.plan import Selection
+from flexcomm.kernels.plan import BIN_SHIFT, Selection
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _TWO_OCTAVES = 2 << 23
@@ -313,10 +312,10 @@ def pick_strided(table: Longs, job: Longs) -> None:
 
 
 PICKERS: dict[Selection, Callable[[Longs, Longs], None]] = {
-    Selection.LARGEST: pick_largest,
-    Selection.SHUFFLED: pick_shuffled,
-    Selection.STRIDED: pick_strided,
+    Selection.TOP_K: pick_largest,
+    Selection.RANDOM_K: pick_shuffled,
+    Selection.STRIDING: pick_strided,
 }
 """The loops by selection, of those that send a fixed number of entries."""
-SELECTIONS = (Selection.EVERYTHING, Selection.ABOVE, *PICKERS)
+SELECTIONS = (Selection.EVERYTHING, Selection.THRESHOLD, *PICKERS)
 """Those that are known here; plans with others are refused before."""

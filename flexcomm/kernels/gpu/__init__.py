@@ -1,13 +1,10 @@
 """The GPU's kernel set: the loops of ``codec.cu``, compiled by NVRTC and launched by CuPy on torch's own stream.
 
 Tensors are passed by address, and temporaries come from torch's allocator: nothing is copied, and one pool of memory
-serves both. What is launched, and how, does not depend on CuPy: a ``Launcher`` is asked, and the tests' one runs the
-same text on the host.
+serves both. What is launched, and how, does not depend on CuPy: the tests' launcher runs the same text on the host.
 """
 
-from flexcomm.kernels.gpu.compiler import OPTIONS, SOURCE, compile_cubin
 from flexcomm.kernels.gpu.kernels import GpuKernels
-from flexcomm.kernels.gpu.launcher import CupyLauncher, Launcher
-from flexcomm.kernels.gpu.records import Job
+from flexcomm.kernels.gpu.launcher import OPTIONS, SOURCE, CupyLauncher, Job, compile_cubin
 
-__all__ = ["OPTIONS", "SOURCE", "CupyLauncher", "GpuKernels", "Job", "Launcher", "compile_cubin"]
+__all__ = ["OPTIONS", "SOURCE", "CupyLauncher", "GpuKernels", "Job", "compile_cubin"]

@@ -765,7 +765,7 @@ extern "C" __global__ void RESIDENT encode_chunks(const Job job) {
 }
 
 // Count what reaches the threshold in each chunk and, behind all those counts, what reaches the end of its bin.
-extern "C" __global__ void survey_chunks(const Job job) {
+extern "C" __global__ void count_chunks(const Job job) {
     Block block = open_block(job);
     for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
         u32 here = chunks_here(job, first);
@@ -874,7 +874,7 @@ __device__ bool values_are_wrong(Team& team, const Job& job, Entries at) {
 }
 
 // Leave in the answer the least fault of all chunks: the same one, in whatever order they are found.
-extern "C" __global__ void find_faults(const Job job) {
+extern "C" __global__ void find_problems(const Job job) {
     Block block = open_block(job);
     for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
         by_team(block, first, chunks_here(job, first), [&](i64 chunk) {

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import math
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem
-from flexcomm.kernels.counting import BIN_SHIFT, BINS, entries_before, fill_up, raise_threshold, threshold_bits
-from flexcomm.kernels.gpu.jobs import (
-    ELEMENTS,
-    coefficients_job,
-    elements_job,
-    list_records,
-    mix_job,
-    plan_job,
-    section_of,
+from flexcomm.kernels.base import Average, Problem
+from flexcomm.kernels.gpu.blocks import LaunchConfig, load_program, plan_chunk_launch, plan_item_launch
+from flexcomm.kernels.gpu.launcher import CupyLauncher, Job, Section, Term, Transform
+from flexcomm.kernels.layout import Layout
+from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState, ThresholdCounts
+from flexcomm.kernels.plan import (
+    BIN_SHIFT,
+    BINS,
+    NO_SAMPLE_KEY,
+    SampleKey,
+    Selection,
+    TensorPlan,
+    ValueCode,
+    check_implemented,
+    entries_before,
+    fill_up,
+    raise_threshold,
+    threshold_bits,
 )
-from flexcomm.kernels.gpu.launcher import CupyLauncher, Launcher
-from flexcomm.kernels.gpu.records import Job
-from flexcomm.kernels.gpu.share import Share, plan_chunk_share, plan_item_share, plan_sum_share
-from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorEncoding, TensorState, ThresholdCounts
-from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, TensorPlan
 
-_EXPONENT = int(math.log2(LARGEST_MAGNITUDE))
-_NONFINITE_BITS = {
-    torch.float32: (127 + _EXPONENT) << 23,
-    torch.bfloat16: (127 + _EXPONENT) << 7,
-    torch.float16: 0x7C00,
-    torch.float64: (1023 + _EXPONENT) << 52,
-}
-"""The least magnitude that is too large, as bits. All finite numbers of float16 are small enough."""
+_SELECTIONS = (Selection.EVERYTHING, Selection.TOP_K, Selection.THRESHOLD, Selection.RANDOM_K, Selection.STRIDING)
+_CODES = (ValueCode.FP32, ValueCode.BF16, ValueCode.FP16, ValueCode.INT8, ValueCode.SIGN, ValueCode.SIGN2)
+"""Those of the enumerations of ``codec.cu``, which has a branch for each."""
+_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+"""As ``codec.cu`` numbers them."""
 _NO_PROBLEM = 4
 """More than any problem of a payload: kernels leave the least they find."""
 _LOW32 = (1 << 32) - 1
@@ -43,55 +43,55 @@ class GpuKernels(PerTensorKernels):
 
     name = "gpu"
 
-    def __init__(self, launcher: Launcher | None = None, threads: int = 256) -> None:
+    def __init__(self, launcher: CupyLauncher | None = None, threads: int = 256) -> None:
         self._launcher = CupyLauncher() if launcher is None else launcher
         self._threads = threads
 
-    def is_finite(self, x: Tensor) -> bool:
-        job = Job(element=ELEMENTS[x.dtype], numel=x.numel(), first=_NONFINITE_BITS[x.dtype])
-        job.point(memory=x.detach().contiguous())
-        return self._ask("find_unfit", x.numel(), job, x.device) == 0
-
     def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
-        job, tau_bits = coefficients_job(x, plan, NO_SAMPLE_KEY, state), threshold_bits(plan.tau)
-        counts, _ = self._count(job, plan, tau_bits, x.device)
+        job, tau_bits = _coefficients_job(x, plan, NO_SAMPLE_KEY, state), threshold_bits(plan.tau)
+        counts, _ = self._count(job, plan, tau_bits)
         if int(counts.sum()) <= plan.k:
             return ThresholdCounts(counts, tau_bits)
         bins = torch.zeros(BINS, dtype=torch.int64, device=x.device)
-        job.first = (tau_bits >> BIN_SHIFT) + 1
-        job.point(counts=bins)
-        self._launch_chunks("histogram_of_chunks", plan, job, x.device)
+        job.set(first=(tau_bits >> BIN_SHIFT) + 1, counts=bins)
+        self._launch_chunks("histogram_of_chunks", plan, job)
         raised = raise_threshold(bins, tau_bits, plan.k)
-        low, high = self._count(job, plan, raised.low, x.device)
+        low, high = self._count(job, plan, raised.low)
         return ThresholdCounts(fill_up(low, high, plan.k), raised.low)
 
-    def encode_tensor_(self, x: Tensor, words: Tensor, encoding: TensorEncoding, state: TensorState) -> bool:
-        plan, layout, sample_key, threshold = encoding
+    def encode_tensor_(
+        self,
+        x: Tensor,
+        words: Tensor,
+        plan: TensorPlan,
+        layout: Layout,
+        sample_key: SampleKey,
+        threshold: ThresholdCounts | None,
+        state: TensorState,
+    ) -> bool:
         words.zero_()
-        answer, job = _answer(x.device), coefficients_job(x, plan, sample_key, state)
-        job.point(words=words, answer=answer)
-        if threshold is None:
-            job.own = section_of(0, layout, None)
-        else:
-            before, job.tau_bits = entries_before(threshold.counts), threshold.tau_bits
-            job.own = section_of(0, layout, before)
-            job.point(counts=threshold.counts)
-            self._launch_items("write_counts", plan.chunks, job, x.device)
-        job.point(next_state=state.state_out)
-        self._launch_chunks("encode_chunks", plan, job, x.device)
+        job, answer = _coefficients_job(x, plan, sample_key, state), _answer(x.device)
+        job.set(words=words, answer=answer, next_state=state.state_out)
+        before = None if threshold is None else entries_before(threshold.counts)
+        job.own = _section(0, layout, before)
+        if threshold is not None:
+            job.set(counts=threshold.counts, tau_bits=threshold.tau_bits)
+            self._launch_items("write_counts", plan.chunks, job)
+        self._launch_chunks("encode_chunks", plan, job)
         return int(answer) == 0
 
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
-        counts, job = torch.empty(plan.chunks, dtype=torch.int64, device=words.device), plan_job(plan)
-        job.first = start
-        job.point(words=words, counts=counts)
-        return counts if self._ask("read_counts", plan.chunks, job, words.device) == 0 else None
+        counts, answer = torch.empty(plan.chunks, dtype=torch.int64, device=words.device), _answer(words.device)
+        job = _plan_job(plan)
+        job.set(first=start, words=words, counts=counts, answer=answer)
+        self._launch_items("read_counts", plan.chunks, job)
+        return counts if int(answer) == 0 else None
 
     def find_problem(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Problem:
-        answer, job, before = _answer(words.device, _NO_PROBLEM), plan_job(plan), _before(payload)
-        job.own = section_of(payload.start, payload.layout, before)
-        job.point(words=words, answer=answer)
-        self._launch_chunks("find_faults", plan, job, words.device)
+        job, answer, before = _plan_job(plan), _answer(words.device, _NO_PROBLEM), _before(payload)
+        job.own = _section(payload.start, payload.layout, before)
+        job.set(words=words, answer=answer)
+        self._launch_chunks("find_problems", plan, job)
         found = int(answer)
         # The kernel counts the problems of a payload from 1 on.
         return Problem.NONE if found == _NO_PROBLEM else Problem(Problem.INDEX + found - 1)
@@ -105,64 +105,111 @@ class GpuKernels(PerTensorKernels):
         average: Average,
         out: Tensor,
     ) -> None:
-        dense, befores = _dense(out), [_before(payload) for payload in payloads]
-        sections = [
-            section_of(payload.start, payload.layout, before) for payload, before in zip(payloads, befores, strict=True)
-        ]
-        job = elements_job(dense, plan, sample_key)
-        job.senders, job.by_contributors = len(payloads), int(average == "contributors")
-        job.point(words=words, sections=list_records(sections, out.device))
-        self._launch_chunks("decode_chunks", plan, job, out.device)
+        # Kernels fill contiguous memory only.
+        dense = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        job, befores = _plan_job(plan, sample_key), [_before(payload) for payload in payloads]
+        sections = [_section(one.start, one.layout, before) for one, before in zip(payloads, befores, strict=True)]
+        job.set(element=_ELEMENTS[out.dtype], factor=plan.scale(1.0), memory=dense)
+        job.set(senders=len(payloads), by_contributors=int(average == "contributors"))
+        job.set(words=words, sections=_list_records(sections, out.device))
+        _add_transforms(job, plan, inverse=True)
+        self._launch_chunks("decode_chunks", plan, job)
         if dense is not out:
             out.copy_(dense)
 
     def checksum(self, words: Tensor) -> int:
-        job = Job(numel=words.numel())
-        job.point(words=words)
-        return self._ask("add_checksum", words.numel(), job, words.device) & _LOW32
+        answer = _answer(words.device)
+        self._launch_items("add_checksum", words.numel(), Job(numel=words.numel(), words=words, answer=answer))
+        return int(answer) & _LOW32
 
     def mix_(
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
     ) -> Tensor:
         if x.numel() == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        terms = [term for term in zip((x, *others), (self_weight, *weights), strict=True) if term[1] != 0.0]
-        job, share = mix_job(x, terms, out), plan_sum_share(x.numel(), self._threads)
-        distances = torch.empty(share.grid, dtype=torch.float64, device=x.device)
-        job.point(distances=distances)
-        self._launch("mix", share, job, x.device)
+        terms = [
+            Term(one.data_ptr(), weight)
+            for one, weight in zip((x, *others), (self_weight, *weights), strict=True)
+            if weight != 0.0
+        ]
+        # Each thread of a block has a float64 to add up.
+        config = plan_item_launch(x.numel(), self._threads, shared_nbytes=8 * self._threads)
+        distances = torch.empty(config.grid, dtype=torch.float64, device=x.device)
+        job = Job(element=_ELEMENTS[x.dtype], numel=x.numel(), memory=x, out=out, distances=distances)
+        if terms:
+            job.set(term_count=len(terms), terms=_list_records(terms, x.device))
+        self._launch("mix", config, job)
         return distances.sum()
 
-    def _count(self, job: Job, plan: TensorPlan, tau_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _count(self, job: Job, plan: TensorPlan, tau_bits: int) -> tuple[Tensor, Tensor]:
         """Return how many of each chunk reach the threshold, and how many reach the end of its bin."""
-        counts = torch.zeros(2, plan.chunks, dtype=torch.int64, device=device)
-        job.tau_bits = tau_bits
-        job.point(counts=counts)
-        self._launch_chunks("survey_chunks", plan, job, device)
+        counts = torch.zeros(2, plan.chunks, dtype=torch.int64, device=job.device)
+        job.set(tau_bits=tau_bits, counts=counts)
+        self._launch_chunks("count_chunks", plan, job)
         return counts[0], counts[1]
 
-    def _ask(self, kernel: str, items: int, job: Job, device: torch.device) -> int:
-        """Return what a kernel leaves in its answer, which is zero before; the host waits for it."""
-        answer = _answer(device)
-        job.point(answer=answer)
-        self._launch_items(kernel, items, job, device)
-        return int(answer)
-
-    def _launch_items(self, kernel: str, items: int, job: Job, device: torch.device) -> None:
+    def _launch_items(self, kernel: str, items: int, job: Job) -> None:
         if items:
-            self._launch(kernel, plan_item_share(items, self._threads), job, device)
+            self._launch(kernel, plan_item_launch(items, self._threads), job)
 
-    def _launch_chunks(self, kernel: str, plan: TensorPlan, job: Job, device: torch.device) -> None:
+    def _launch_chunks(self, kernel: str, plan: TensorPlan, job: Job) -> None:
         if plan.chunks:
-            shared_nbytes = self._launcher.shared_nbytes(device)
-            self._launch(kernel, plan_chunk_share(plan, self._threads, shared_nbytes), job, device)
+            shared_nbytes = self._launcher.shared_nbytes(job.device)
+            self._launch(kernel, plan_chunk_launch(plan, self._threads, shared_nbytes), job)
 
-    def _launch(self, kernel: str, share: Share, job: Job, device: torch.device) -> None:
-        for field, value in share.fields.items():
-            setattr(job, field, value)
-        if share.workspace_words:
-            job.point(workspace=torch.empty(share.workspace_words, dtype=torch.int32, device=device))
-        self._launcher.launch(kernel, share.grid, share.threads, share.shared_nbytes, job, device)
+    def _launch(self, kernel: str, config: LaunchConfig, job: Job) -> None:
+        job.set(**config.fields)
+        if config.workspace_words:
+            job.set(workspace=torch.empty(config.workspace_words, dtype=torch.int32, device=job.device))
+        self._launcher.launch(kernel, config, job)
+
+
+def _plan_job(plan: TensorPlan, sample_key: SampleKey = NO_SAMPLE_KEY) -> Job:
+    check_implemented("gpu", plan, _SELECTIONS, _CODES)
+    return Job(
+        rows=plan.rows,
+        cols=plan.cols,
+        chunk_rows=plan.chunk_rows,
+        chunk_cols=plan.chunk_cols,
+        grid_cols=plan.grid_cols,
+        chunk_numel=plan.chunk_numel,
+        chunks=plan.chunks,
+        transformed=int(plan.transformed),
+        selection=int(plan.selection),
+        k=plan.k,
+        values=int(plan.values),
+        value_bits=plan.values.format.bits,
+        scales=plan.values.format.scales,
+        count_bits=plan.chunk_numel.bit_length(),
+        key=sample_key.key & _LOW32,
+        start=sample_key.start,
+    )
+
+
+def _coefficients_job(x: Tensor, plan: TensorPlan, sample_key: SampleKey, state: TensorState) -> Job:
+    """Return a job that can compute ``decay * state + gain * coefficients`` of ``x``."""
+    job, (decay, gain, alpha) = _plan_job(plan, sample_key), state.update
+    job.set(element=_ELEMENTS[x.dtype], decay=decay, factor=plan.scale(gain), stays=1.0 - alpha)
+    job.set(memory=x.detach().contiguous(), state=state.state)
+    _add_transforms(job, plan, inverse=False)
+    return job
+
+
+def _add_transforms(job: Job, plan: TensorPlan, *, inverse: bool) -> None:
+    lengths = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
+    job.down, job.along = (Transform(*load_program(one, job.device, inverse=inverse)[1]) for one in lengths)
+
+
+def _section(start: int, layout: Layout, before: Tensor | None) -> Section:
+    begins = (start + layout.indices, start + layout.scales, start + layout.values)
+    return Section(*begins, *layout.coding, 0 if before is None else before.data_ptr())
+
+
+def _list_records(records: Sequence[ctypes.Structure], device: torch.device) -> Tensor:
+    """Return records one behind the other, in a device's memory."""
+    host = torch.frombuffer(bytearray(b"".join(map(bytes, records))), dtype=torch.int64)
+    # From pinned memory the copy is queued; from any other, the host would wait for all that is queued before it.
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def _before(payload: Payload) -> Tensor | None:
@@ -171,8 +218,3 @@ def _before(payload: Payload) -> Tensor | None:
 
 def _answer(device: torch.device, start: int = 0) -> Tensor:
     return torch.full((), start, dtype=torch.int64, device=device)
-
-
-def _dense(target: Tensor) -> Tensor:
-    """Return the target if kernels can fill it, else memory that they can."""
-    return target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype, device=target.device)

@@ -1,4 +1,4 @@
-"""The reference's verbs."""
+"""The reference's verbs, and its selections."""
 
 from __future__ import annotations
 
@@ -7,27 +7,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem
-from flexcomm.kernels.counting import BIN_SHIFT, BINS, fill_up, raise_threshold, threshold_bits
-from flexcomm.kernels.layout import CHECKSUM_WORD, IndexCode
-from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorEncoding, TensorState, ThresholdCounts
-from flexcomm.kernels.plan import SampleKey, TensorPlan, check_implemented
-from flexcomm.kernels.reference.bits import (
+from flexcomm.kernels.base import Average, Problem
+from flexcomm.kernels.layout import CHECKSUM_WORD, IndexCode, Layout
+from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState, ThresholdCounts
+from flexcomm.kernels.plan import (
+    BIN_SHIFT,
+    BINS,
+    SampleKey,
+    Selection,
+    TensorPlan,
+    check_implemented,
+    fill_up,
+    raise_threshold,
+    threshold_bits,
+)
+from flexcomm.kernels.reference.codes import (
+    CODES,
     GOLDEN,
     LOW32,
+    dequantise,
     divided,
     get,
+    get_indices,
     magnitude_bits,
     mix32,
     put,
-    rounded,
+    put_indices,
+    quantise,
     to_bits,
     to_words,
 )
-from flexcomm.kernels.reference.indices import get_indices, put_indices
-from flexcomm.kernels.reference.selection import SELECTIONS, select, select_shared
-from flexcomm.kernels.reference.transform import accumulate, restore
-from flexcomm.kernels.reference.values import CODES, dequantise, quantise
+from flexcomm.kernels.reference.transform import accumulate, restore, rounded
 
 _SCALE_INFINITY = 0x7F80
 
@@ -36,9 +46,6 @@ class ReferenceKernels(PerTensorKernels):
     """Torch operations, for any device."""
 
     name = "reference"
-
-    def is_finite(self, x: Tensor) -> bool:
-        return bool((x.abs() < LARGEST_MAGNITUDE).all())
 
     def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
         magnitudes, tau_bits = magnitude_bits(accumulate(x, plan, state.state, state.update)), threshold_bits(plan.tau)
@@ -50,11 +57,22 @@ class ReferenceKernels(PerTensorKernels):
         low, high = ((magnitudes >= bound).sum(dim=1) for bound in raised)
         return ThresholdCounts(fill_up(low, high, plan.k), raised.low)
 
-    def encode_tensor_(self, x: Tensor, words: Tensor, encoding: TensorEncoding, state: TensorState) -> bool:
-        plan, layout, sample_key, threshold = encoding
+    def encode_tensor_(
+        self,
+        x: Tensor,
+        words: Tensor,
+        plan: TensorPlan,
+        layout: Layout,
+        sample_key: SampleKey,
+        threshold: ThresholdCounts | None,
+        state: TensorState,
+    ) -> bool:
         check_implemented("reference", plan, SELECTIONS, CODES)
         coefficients = accumulate(x, plan, state.state, state.update)
-        chosen = select(coefficients, plan, sample_key, threshold)
+        if plan.sends_indices:
+            chosen = _BY_MAGNITUDE[plan.selection](magnitude_bits(coefficients), plan, threshold)
+        else:
+            chosen = _select_shared(plan, sample_key, x.device)
         picked = coefficients[chosen]
         bits = torch.zeros(32 * words.numel(), dtype=torch.int64, device=x.device)
         if threshold is not None:
@@ -65,8 +83,9 @@ class ReferenceKernels(PerTensorKernels):
         put(bits, 32 * layout.values, codes, plan.values.format.bits)
         words.copy_(to_words(bits))
         if state.state_out is not None:
-            unsent = picked - dequantise(codes, scales, chosen, plan.values)
-            coefficients[chosen] = _taken_out(picked, unsent, state.update.alpha)
+            unsent, alpha = picked - dequantise(codes, scales, chosen, plan.values), state.update.alpha
+            # Of what was sent, the share that is not taken out stays, too.
+            coefficients[chosen] = unsent if alpha == 1.0 else unsent + rounded(1.0 - alpha) * (picked - unsent)
             state.state_out.copy_(coefficients)
         return bool(picked.isfinite().all())
 
@@ -77,16 +96,11 @@ class ReferenceKernels(PerTensorKernels):
         return None if bool((counts > plan.chunk_numel).any()) else counts
 
     def find_problem(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Problem:
-        layout, counts = payload.layout, _counts_of(payload, plan, words.device)
-        bits = to_bits(words[payload.start : payload.start + layout.nwords])
-        if layout.code is not IndexCode.NONE:
-            found = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
-            if found is None:
-                return Problem.INDEX
-        scales = get(bits, 32 * layout.scales, plan.chunks * plan.values.format.scales, 16)
+        chosen, codes, scales = _unpack(words, payload, plan)
+        if chosen is None and payload.layout.code is not IndexCode.NONE:
+            return Problem.INDEX
         if bool((scales >= _SCALE_INFINITY).any()):
             return Problem.SCALE
-        codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.format.bits)
         infinite = plan.values.format.nonfinite_mask
         if infinite and bool(((codes & infinite) == infinite).any()):
             return Problem.VALUE
@@ -105,8 +119,10 @@ class ReferenceKernels(PerTensorKernels):
         total = torch.zeros(plan.state_shape, device=out.device)
         given = torch.zeros(plan.state_shape, device=out.device)
         for payload in payloads:
-            chosen, sent = _decode(words, payload, plan, sample_key)
-            total[chosen] += sent
+            chosen, codes, scales = _unpack(words, payload, plan)
+            if chosen is None:  # not sent: only sound payloads are decoded
+                chosen = _select_shared(plan, sample_key, words.device)
+            total[chosen] += dequantise(codes, scales, chosen, plan.values)
             given[chosen] += 1.0
         mean = total / given.clamp(min=1.0) if average == "contributors" else divided(total, float(len(payloads)))
         out.copy_(restore(mean, plan).reshape(out.shape).to(out.dtype))
@@ -122,7 +138,11 @@ class ReferenceKernels(PerTensorKernels):
     ) -> Tensor:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         terms = zip((x, *others), (self_weight, *weights), strict=True)
-        products = [term.detach().to(wide) * _factor(weight, wide) for term, weight in terms if weight != 0.0]
+        products = [
+            term.detach().to(wide) * (weight if wide is torch.float64 else rounded(weight))
+            for term, weight in terms
+            if weight != 0.0
+        ]
         mixed = products[0] if products else torch.zeros_like(x, dtype=wide)
         for product in products[1:]:
             # Not by add_(alpha=...), which may fuse multiplication and addition.
@@ -133,32 +153,74 @@ class ReferenceKernels(PerTensorKernels):
         return distance
 
 
-def _decode(words: Tensor, payload: Payload, plan: TensorPlan, sample_key: SampleKey) -> tuple[Tensor, Tensor]:
-    """Return the mask of sent coefficients, and their values in order."""
-    layout, counts = payload.layout, _counts_of(payload, plan, words.device)
+def _unpack(words: Tensor, payload: Payload, plan: TensorPlan) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the mask of sent coefficients, None if it was not sent or is not sound; the codes, and the scales."""
+    layout, counts, chosen = payload.layout, payload.counts, None
+    if counts is None:
+        counts = torch.full((plan.chunks,), plan.k, device=words.device)
     bits = to_bits(words[payload.start : payload.start + layout.nwords])
-    if layout.code is IndexCode.NONE:
-        chosen = select_shared(plan, sample_key, words.device)
-    else:
-        found = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
-        assert found is not None, "only sound payloads are decoded"  # noqa: S101  (our own invariant)
-        chosen = found
+    if layout.code is not IndexCode.NONE:
+        chosen = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
     codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.format.bits)
     width = plan.values.format.scales
-    scales = get(bits, 32 * layout.scales, plan.chunks * width, 16).view(plan.chunks, width)
-    return chosen, dequantise(codes, scales, chosen, plan.values)
+    return chosen, codes, get(bits, 32 * layout.scales, plan.chunks * width, 16).view(plan.chunks, width)
 
 
-def _factor(weight: float, dtype: torch.dtype) -> float:
-    return weight if dtype is torch.float64 else rounded(weight)
+def _select_shared(plan: TensorPlan, sample_key: SampleKey, device: torch.device) -> Tensor:
+    """Select what every rank derives alike from plan and key."""
+    if plan.sends_everything:
+        return torch.ones(plan.state_shape, dtype=torch.bool, device=device)
+    entries = torch.arange(plan.k, device=device).expand(plan.chunks, plan.k)
+    return _mask(plan, _SHARED[plan.selection](entries, plan, sample_key))
 
 
-def _counts_of(payload: Payload, plan: TensorPlan, device: torch.device) -> Tensor:
-    if payload.counts is not None:
-        return payload.counts
-    return torch.full((plan.chunks,), plan.k, device=device)
+def _mask(plan: TensorPlan, indices: Tensor) -> Tensor:
+    chosen = torch.zeros(plan.state_shape, dtype=torch.bool, device=indices.device)
+    return chosen.scatter_(1, indices, True)
 
 
-def _taken_out(picked: Tensor, unsent: Tensor, alpha: float) -> Tensor:
-    """Return what stays of picked coefficients: what was not sent of them, and the share of the rest not taken out."""
-    return unsent if alpha == 1.0 else unsent + rounded(1.0 - alpha) * (picked - unsent)
+def _top_k(magnitudes: Tensor, plan: TensorPlan, threshold: ThresholdCounts | None) -> Tensor:
+    del threshold
+    order = magnitudes.sort(dim=1, descending=True, stable=True).indices
+    return _mask(plan, order[:, : plan.k])
+
+
+def _threshold(magnitudes: Tensor, plan: TensorPlan, threshold: ThresholdCounts | None) -> Tensor:
+    """Select what reaches the threshold; of its own bin, so many of lowest index that the counts are kept."""
+    del plan
+    assert threshold is not None, "a variable plan is encoded with its threshold"  # noqa: S101  (our own invariant)
+    bin_end = ((threshold.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT
+    above = magnitudes >= bin_end
+    ties = (magnitudes >= threshold.tau_bits) & ~above
+    room = (threshold.counts - above.sum(dim=1)).unsqueeze(1)
+    return above | (ties & (ties.cumsum(dim=1) <= room))
+
+
+def _striding(entries: Tensor, plan: TensorPlan, sample_key: SampleKey) -> Tensor:
+    return (entries * plan.chunk_numel // plan.k + sample_key.start) % plan.chunk_numel
+
+
+def _random_k(entries: Tensor, plan: TensorPlan, sample_key: SampleKey) -> Tensor:
+    """Select what the next entries are in an order of each chunk that the key determines.
+
+    Each round permutes the numbers of so many bits; one that leaves the chunk is sent through again.
+    """
+    keys = mix32(sample_key.key + torch.arange(plan.chunks, device=entries.device).unsqueeze(1) * GOLDEN)
+    width = max(1, (plan.chunk_numel - 1).bit_length())
+    mask, half = (1 << width) - 1, (width + 1) >> 1
+    moved = (sample_key.start + entries) % plan.chunk_numel
+    outside = torch.ones_like(moved, dtype=torch.bool)
+    while bool(outside.any()):
+        again = moved
+        for turn in range(4):
+            again = (again + mix32(keys + turn)) & mask
+            again = (again * 0x2C9277B5) & mask
+            again = again ^ (again >> half)
+        moved = torch.where(outside, again, moved)
+        outside = moved >= plan.chunk_numel
+    return moved
+
+
+_BY_MAGNITUDE = {Selection.TOP_K: _top_k, Selection.THRESHOLD: _threshold}
+_SHARED = {Selection.RANDOM_K: _random_k, Selection.STRIDING: _striding}
+SELECTIONS = (Selection.EVERYTHING, *_BY_MAGNITUDE, *_SHARED)

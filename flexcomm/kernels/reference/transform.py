@@ -8,9 +8,13 @@ from torch import Tensor
 from flexcomm.kernels.base import StateUpdate
 from flexcomm.kernels.butterflies import ADD_SCALED, BUTTERFLY, MIX, Program, plan_dct, plan_inverse_dct
 from flexcomm.kernels.plan import TensorPlan
-from flexcomm.kernels.reference.bits import rounded
 
 PLAIN = StateUpdate()
+
+
+def rounded(value: float) -> float:
+    """Return the nearest float32, so that a product with it is one of float32 wherever it is computed."""
+    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def accumulate(x: Tensor, plan: TensorPlan, state: Tensor | None = None, update: StateUpdate = PLAIN) -> Tensor:

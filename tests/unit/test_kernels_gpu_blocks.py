@@ -8,8 +8,7 @@ import pytest
 
 from flexcomm.kernels import Selection, TensorPlan, ValueCode
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
-from flexcomm.kernels.gpu.programs import plan_levels, rows_of_step
-from flexcomm.kernels.gpu.share import plan_chunk_share
+from flexcomm.kernels.gpu.blocks import plan_chunk_launch, plan_levels, rows_of_step
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 12, 20, 64, 140])
@@ -25,13 +24,13 @@ def test_steps_of_one_level_can_be_done_in_any_order(length: int) -> None:
 
 
 def test_chunks_of_64_by_64_fit_the_shared_memory_every_device_has() -> None:
-    plan = TensorPlan(70, 65, 64, 64, True, Selection.LARGEST, 32, ValueCode.BF16)
-    share = plan_chunk_share(plan, 256, 48 << 10)
-    assert (share.threads, share.workspace_words) == (256, 0)
+    plan = TensorPlan(70, 65, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16)
+    config = plan_chunk_launch(plan, 256, 48 << 10)
+    assert (config.threads, config.workspace_words) == (256, 0)
 
 
 def test_large_chunks_ask_for_global_memory_within_bounds() -> None:
-    plan = TensorPlan(1, 1 << 26, 1, 1 << 20, False, Selection.LARGEST, 1000, ValueCode.BF16)
-    share = plan_chunk_share(plan, 256, 227 << 10)
-    assert 0 < share.workspace_words <= 1 << 26
-    assert share.shared_nbytes <= 48 << 10
+    plan = TensorPlan(1, 1 << 26, 1, 1 << 20, False, Selection.TOP_K, 1000, ValueCode.BF16)
+    config = plan_chunk_launch(plan, 256, 227 << 10)
+    assert 0 < config.workspace_words <= 1 << 26
+    assert config.shared_nbytes <= 48 << 10
