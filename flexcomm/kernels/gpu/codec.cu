@@ -2,10 +2,10 @@
 //
 // Every kernel takes one Job by value, so a launch needs no copy of its arguments to the device, and all kernels can be
 // called alike: by CuPy on a device, and by a few lines of C++ where there is none. For the same reason there is no
-// warp intrinsic here, no include, and no shared variable but one array whose parts share.py lays out.
+// warp intrinsic here, no include, and no shared variable but one array whose parts blocks.py lays out.
 //
 // Bits must be those of every other kernel set: no fused multiply-add, no flushing of denormals, divisions as IEEE has
-// them (options in compiler.py), and every sum in the order that flexcomm/kernels/reference gives. Float atomics have
+// them (options in launcher.py), and every sum in the order that flexcomm/kernels/reference gives. Float atomics have
 // no order, so there is none. Bit strings are little-endian 32-bit words, lowest bit first, zero before anything is
 // put; entries own disjoint bits, so atomicOr puts them in any order with the same result.
 
@@ -14,12 +14,12 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
-enum Selection { EVERYTHING, LARGEST, ABOVE, SHUFFLED, STRIDED };
+enum Selection { EVERYTHING, TOP_K, THRESHOLD, RANDOM_K, STRIDING };
 enum ValueCode { FP32, BF16, FP16, INT8, SIGN, SIGN2 };
 enum IndexCode { NO_INDEX, PACKED, ELIAS_FANO, BITMAP };
 enum Element { FLOAT, BFLOAT16, HALF, DOUBLE };
 enum Operation { BUTTERFLY, MIX, SCALE, ADD_SCALED };
-enum Fault { INDEX_FAULT = 1, SCALE_FAULT, VALUE_FAULT };
+enum Problem { INDEX_PROBLEM = 1, SCALE_PROBLEM, VALUE_PROBLEM, NO_PROBLEM };
 
 const u32 INFINITE = 0x7F800000u;
 const u32 MAGNITUDE = 0x7FFFFFFFu;
@@ -45,7 +45,7 @@ struct Transform {
 };
 
 // Where one sender's sections begin, in words, how its indices are written, and how many entries precede each chunk;
-// without that list, `keep` in every chunk.
+// without that list, `k` in every chunk.
 struct Section {
     i64 indices, scales, values, code, low_bits, entry_bits, chunk_bits;
     const i64* before;
@@ -57,10 +57,10 @@ struct Term {
     double weight;
 };
 
-// A plan, a layout, a draw, and where everything is. records.py mirrors it, field by field.
+// A plan, a layout, a sample key, and where everything is. launcher.py mirrors it, field by field.
 struct Job {
     i64 rows, cols, chunk_rows, chunk_cols, grid_cols, chunk_numel, chunks;
-    i64 transformed, selection, keep, tau_bits, values, value_bits, scales, count_bits, key, start;
+    i64 transformed, selection, k, tau_bits, values, value_bits, scales, count_bits, key, start;
     i64 element, numel, first, senders, by_contributors, term_count;
     // The block's share: chunks side by side, distance of rows in each of its areas, and where those begin, in words.
     i64 group, solo, pitch, pitch_down, pitch_along, turned_at, marks_at, ranks_at, block_words;
@@ -256,18 +256,15 @@ struct Block {
     Team team;
 };
 
-__device__ Block open_block(const Job& job) {
-    Block block;
-    block.thread = threadIdx.x;
-    block.threads = blockDim.x;
+// Call work(block, first, here) for the block's chunks, a group at a time: so many from `first` on.
+template <class Work>
+__device__ void by_group(const Job& job, Work work) {
     u32* base = job.workspace ? job.workspace + blockIdx.x * job.block_words : shared_words;
     u32* counters = job.workspace ? shared_words : shared_words + job.block_words;
-    block.row = (float*)base;
-    block.turned = (float*)(base + job.turned_at);
-    Team& team = block.team;
-    team.rank = job.solo ? 0u : block.thread;
-    team.size = job.solo ? 1u : block.threads;
-    team.lane = job.solo ? block.thread : 0u;
+    Team team;
+    team.rank = job.solo ? 0u : threadIdx.x;
+    team.size = job.solo ? 1u : blockDim.x;
+    team.lane = job.solo ? threadIdx.x : 0u;
     team.pitch = (u32)job.pitch;
     team.marks = base + job.marks_at;
     team.ranks = base + job.ranks_at;
@@ -275,42 +272,63 @@ __device__ Block open_block(const Job& job) {
     team.tally = counters;
     team.scan = counters + 3;
     team.turn = 0u;
+    Block block = {threadIdx.x, blockDim.x, (float*)base, (float*)(base + job.turned_at), team};
     if (block.thread < 3u) counters[block.thread] = 0u;
     __syncthreads();
-    return block;
+    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
+        work(block, first, (u32)(job.chunks - first < job.group ? job.chunks - first : job.group));
+        __syncthreads();
+    }
 }
 
-__device__ u32 chunks_here(const Job& job, i64 first) {
-    return (u32)(job.chunks - first < job.group ? job.chunks - first : job.group);
-}
-
-// Call work(chunk) once in each team that has one of the block's chunks.
+// Call work(chunk) once in each team that has one of the group's chunks.
 template <class Work>
 __device__ void by_team(Block& block, i64 first, u32 here, Work work) {
     if (block.team.lane < here) work(first + block.team.lane);
     __syncthreads();
 }
 
-// --- elements --------------------------------------------------------------------------------------------------------
-
-__device__ float load(const Job& job, i64 at) {
-    if (job.element == FLOAT) return ((const float*)job.memory)[at];
-    if (job.element == BFLOAT16) return bf16_value(((const u16*)job.memory)[at]);
-    if (job.element == HALF) return fp16_value(((const u16*)job.memory)[at]);
-    return (float)((const double*)job.memory)[at];
+// Call visit(g, k, cell) for coefficient k of the group's chunk g, which is in that cell of `row`.
+template <class Visit>
+__device__ void by_coefficient(const Block& block, const Job& job, u32 here, Visit visit) {
+    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch;
+    for (u32 e = block.thread; e < here * numel; e += block.threads) {
+        u32 g = e / numel, k = e % numel;
+        visit(g, k, block.row[k * pitch + g]);
+    }
 }
 
-__device__ void store(const Job& job, i64 at, float value) {
-    u32 bits = __float_as_uint(value);
-    if (job.element == FLOAT) {
-        ((float*)job.memory)[at] = value;
-    } else if (job.element == BFLOAT16) {
-        ((u16*)job.memory)[at] = (u16)bf16_bits(bits);
-    } else if (job.element == HALF) {
-        ((u16*)job.memory)[at] = (u16)(((bits >> 16) & 0x8000u) | fp16_bits(bits & MAGNITUDE));
-    } else {
-        ((double*)job.memory)[at] = (double)value;
-    }
+// --- elements --------------------------------------------------------------------------------------------------------
+
+// Of 16 bits. What is decoded or mixed may be infinite or not a number, and stays so.
+__device__ float half_value(i64 element, u32 half) {
+    if (element == BFLOAT16) return bf16_value(half);
+    if ((half & 0x7C00u) != 0x7C00u) return fp16_value(half);
+    return __uint_as_float(((half & 0x8000u) << 16) | INFINITE | ((half & 0x03FFu) << 13));
+}
+
+__device__ u32 half_code(i64 element, float value) {
+    u32 bits = __float_as_uint(value), magnitude = bits & MAGNITUDE;
+    if (element == BFLOAT16) return magnitude > INFINITE ? 0x7FC0u : bf16_bits(bits);
+    return magnitude > INFINITE ? 0x7E00u : ((bits >> 16) & 0x8000u) | fp16_bits(magnitude);
+}
+
+// Number is what is computed in: float, or double.
+template <class Number>
+__device__ Number read(const void* memory, i64 element, i64 at) {
+    if (element == FLOAT) return ((const float*)memory)[at];
+    if (element == DOUBLE) return (Number)((const double*)memory)[at];
+    return half_value(element, ((const u16*)memory)[at]);
+}
+
+// Write a number; return it as it will be read.
+template <class Number>
+__device__ Number write(void* memory, i64 element, i64 at, Number value) {
+    if (element == FLOAT) return ((float*)memory)[at] = (float)value;
+    if (element == DOUBLE) return (Number)(((double*)memory)[at] = value);
+    u32 half = half_code(element, (float)value);
+    ((u16*)memory)[at] = (u16)half;
+    return half_value(element, half);
 }
 
 // Return where element (i, j) of a chunk is, or -1 if it is beyond the rim.
@@ -323,12 +341,12 @@ __device__ i64 place_of(const Job& job, i64 chunk, u32 i, u32 j) {
 
 __device__ float load_element(const Job& job, i64 chunk, u32 i, u32 j) {
     i64 at = place_of(job, chunk, i, j);
-    return at < 0 ? 0.0f : load(job, at);
+    return at < 0 ? 0.0f : read<float>(job.memory, job.element, at);
 }
 
 __device__ void store_element(const Job& job, i64 chunk, u32 i, u32 j, float value) {
     i64 at = place_of(job, chunk, i, j);
-    if (at >= 0) store(job, at, value);
+    if (at >= 0) write(job.memory, job.element, at, value);
 }
 
 // --- transform -------------------------------------------------------------------------------------------------------
@@ -365,35 +383,33 @@ __device__ void apply(const Block& block, const Transform& transform, float* row
     }
 }
 
-// Zero the rows if the program has more than it is given.
-__device__ void clear_spare(const Block& block, const Transform& transform, float* rows, i64 length, u32 pitch) {
-    if (transform.height == length) return;
-    for (u32 at = block.thread; at < transform.height * pitch; at += block.threads) rows[at] = 0.0f;
+// Do a program whose input k of lane l is value(k, l). Neighbouring threads have neighbouring lanes, or else inputs.
+template <class Value>
+__device__ void apply_to(const Block& block, const Transform& transform, float* rows, u32 length, u32 lanes, u32 pitch,
+                         bool by_lane, Value value) {
+    if (transform.height != length) {  // the program works in more rows than it is given
+        for (u32 at = block.thread; at < transform.height * pitch; at += block.threads) rows[at] = 0.0f;
+        __syncthreads();
+    }
+    for (u32 e = block.thread; e < lanes * length; e += block.threads) {
+        u32 k = by_lane ? e / lanes : e % length, lane = by_lane ? e % lanes : e / length;
+        rows[transform.inputs[k] * pitch + lane] = value(k, lane);
+    }
     __syncthreads();
+    apply(block, transform, rows, lanes, pitch);
 }
 
-// Fill `turned` with the unscaled coefficients of the block's chunks: one chunk of many rows, or many of one row.
+// Fill `turned` with the unscaled coefficients of the group's chunks: one chunk of many rows, or many of one row.
 __device__ void transform_chunks(Block& block, const Job& job, i64 first, u32 here) {
-    u32 height = (u32)job.chunk_rows, width = (u32)job.chunk_cols;
-    u32 down = (u32)job.pitch_down, along = (u32)job.pitch_along, lanes = here;
+    u32 height = (u32)job.chunk_rows, width = (u32)job.chunk_cols, down = (u32)job.pitch_down;
     if (height > 1u) {
-        lanes = height;
-        clear_spare(block, job.down, block.row, height, down);
-        for (u32 e = block.thread; e < height * width; e += block.threads) {
-            u32 i = e / width, j = e % width;
-            block.row[job.down.inputs[i] * down + j] = load_element(job, first, i, j);
-        }
-        __syncthreads();
-        apply(block, job.down, block.row, width, down);
+        apply_to(block, job.down, block.row, height, width, down, true,
+                 [&](u32 i, u32 j) { return load_element(job, first, i, j); });
     }
-    clear_spare(block, job.along, block.turned, width, along);
-    for (u32 e = block.thread; e < lanes * width; e += block.threads) {
-        u32 i = e / width, j = e % width;
-        float value = height > 1u ? block.row[job.down.outputs[i] * down + j] : load_element(job, first + i, 0u, j);
-        block.turned[job.along.inputs[j] * along + i] = value;
-    }
-    __syncthreads();
-    apply(block, job.along, block.turned, lanes, along);
+    u32 lanes = height > 1u ? height : here;
+    apply_to(block, job.along, block.turned, width, lanes, (u32)job.pitch_along, false, [&](u32 j, u32 i) {
+        return height > 1u ? block.row[job.down.outputs[i] * down + j] : load_element(job, first + i, 0u, j);
+    });
 }
 
 // Write the elements whose coefficients are in `row`, transformed back.
@@ -401,21 +417,11 @@ __device__ void restore_chunks(Block& block, const Job& job, i64 first, u32 here
     u32 height = (u32)job.chunk_rows, width = (u32)job.chunk_cols;
     u32 down = (u32)job.pitch_down, along = (u32)job.pitch_along, lanes = height > 1u ? height : here;
     u32 pitch = height > 1u ? height : (u32)job.pitch;
-    clear_spare(block, job.along, block.turned, width, along);
-    for (u32 e = block.thread; e < lanes * width; e += block.threads) {
-        u32 j = e / lanes, i = e % lanes;
-        block.turned[job.along.inputs[j] * along + i] = block.row[j * pitch + i];
-    }
-    __syncthreads();
-    apply(block, job.along, block.turned, lanes, along);
+    apply_to(block, job.along, block.turned, width, lanes, along, true,
+             [&](u32 j, u32 i) { return block.row[j * pitch + i]; });
     if (height > 1u) {
-        clear_spare(block, job.down, block.row, height, down);
-        for (u32 e = block.thread; e < height * width; e += block.threads) {
-            u32 i = e / width, j = e % width;
-            block.row[job.down.inputs[i] * down + j] = block.turned[job.along.outputs[j] * along + i];
-        }
-        __syncthreads();
-        apply(block, job.down, block.row, width, down);
+        apply_to(block, job.down, block.row, height, width, down, true,
+                 [&](u32 i, u32 j) { return block.turned[job.along.outputs[j] * along + i]; });
     }
     for (u32 e = block.thread; e < lanes * width; e += block.threads) {
         u32 i = e / width, j = e % width;
@@ -425,7 +431,6 @@ __device__ void restore_chunks(Block& block, const Job& job, i64 first, u32 here
             store_element(job, first + i, 0u, j, block.turned[job.along.outputs[j] * along + i] * job.factor);
         }
     }
-    __syncthreads();
 }
 
 // Return coefficient k of a chunk before it is scaled; a transformed chunk is kept turned.
@@ -438,20 +443,17 @@ __device__ float coefficient(const Block& block, const Job& job, i64 chunk, u32 
 
 // Fill `row` with what the chunks hold: decay * state + factor * coefficients.
 __device__ void accumulate(Block& block, const Job& job, i64 first, u32 here) {
-    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch;
     if (job.transformed) transform_chunks(block, job, first, here);
-    for (u32 e = block.thread; e < here * numel; e += block.threads) {
-        u32 g = e / numel, k = e % numel;
+    by_coefficient(block, job, here, [&](u32 g, u32 k, float& cell) {
         float value = coefficient(block, job, first + g, g, k) * job.factor;
-        if (job.state) value = job.decay * job.state[first * numel + e] + value;
-        block.row[k * pitch + g] = value;
-    }
+        cell = job.state ? job.decay * job.state[(first + g) * job.chunk_numel + k] + value : value;
+    });
     __syncthreads();
 }
 
 // --- selection -------------------------------------------------------------------------------------------------------
 
-__device__ bool is_dense(const Job& job) { return job.selection != ABOVE && job.keep == job.chunk_numel; }
+__device__ bool is_dense(const Job& job) { return job.selection != THRESHOLD && job.k == job.chunk_numel; }
 
 __device__ u32 count_reaching(Team& team, const float* row, u32 length, u32 bound) {
     u32 mine = 0u;
@@ -466,15 +468,6 @@ __device__ u32 largest_magnitude(Team& team, const float* row, u32 length) {
         mine = magnitude > mine ? magnitude : mine;
     }
     return team.largest(mine);
-}
-
-// Mark every magnitude in [low, high) before the limit, and all from high on.
-__device__ void mark_between(Team& team, const float* row, u32 length, u32 low, u32 high, u32 limit) {
-    clear_marks(team, length);
-    for (u32 i = team.rank; i < length; i += team.size) {
-        u32 magnitude = magnitude_of(row[team.at(i)]);
-        if (magnitude >= high || (magnitude >= low && i < limit)) mark(team, i);
-    }
 }
 
 // Return the index behind the last of so many ties: magnitudes in [low, high), lowest index first.
@@ -492,36 +485,35 @@ __device__ u32 end_of_ties(Team& team, const float* row, u32 length, u32 low, u3
     return team.largest(mine);
 }
 
-__device__ void mark_largest(Team& team, const float* row, u32 length, u32 keep) {
-    u32 low = 0u, high = largest_magnitude(team, row, length) + 1u;
-    while (high - low > 1u) {  // at least `keep` reach low, fewer reach high
-        u32 middle = low + ((high - low) >> 1);
-        u32 reaching = count_reaching(team, row, length, middle);
-        if (reaching == keep) {
-            mark_between(team, row, length, middle, middle, length);
-            return;
-        }
-        if (reaching > keep) {
+// Return where the bin of these bits ends. The last one's end, 0x80000000, is more than any magnitude, NaN's too.
+__device__ u32 bin_end(u32 bits) { return ((bits >> BIN_SHIFT) + 1u) << BIN_SHIFT; }
+
+// Mark `wanted` of so many that reach `low`: all that reach `high`, and of those between the ones of lowest index.
+__device__ void mark_reaching(Team& team, const float* row, u32 length, u32 low, u32 high, u32 reaching, u32 wanted) {
+    u32 limit = length;
+    if (reaching > wanted) {
+        u32 ties = wanted - count_reaching(team, row, length, high);
+        limit = end_of_ties(team, row, length, low, high, ties);
+    }
+    clear_marks(team, length);
+    for (u32 i = team.rank; i < length; i += team.size) {
+        u32 magnitude = magnitude_of(row[team.at(i)]);
+        if (magnitude >= high || (magnitude >= low && i < limit)) mark(team, i);
+    }
+}
+
+__device__ void mark_top_k(Team& team, const float* row, u32 length, u32 k) {
+    u32 low = 0u, high = largest_magnitude(team, row, length) + 1u, reaching = length;
+    while (high - low > 1u && reaching > k) {  // so many reach low, fewer than k reach high
+        u32 middle = low + ((high - low) >> 1), found = count_reaching(team, row, length, middle);
+        if (found >= k) {
             low = middle;
+            reaching = found;
         } else {
             high = middle;
         }
     }
-    u32 ties = keep - count_reaching(team, row, length, high);
-    mark_between(team, row, length, low, high, end_of_ties(team, row, length, low, high, ties));
-}
-
-// Return where the bin of these bits ends. The last one's end, 0x80000000, is more than any magnitude, NaN's too.
-__device__ u32 bin_end(u32 bits) { return ((bits >> BIN_SHIFT) + 1u) << BIN_SHIFT; }
-
-// Mark what reaches the threshold, so many as were counted: of the threshold's own bin, the last stay where more do.
-__device__ void mark_reaching(Team& team, const float* row, u32 length, u32 tau_bits, u32 wanted) {
-    u32 high = bin_end(tau_bits), limit = length;
-    if (count_reaching(team, row, length, tau_bits) > wanted) {
-        u32 ties = wanted - count_reaching(team, row, length, high);
-        limit = end_of_ties(team, row, length, tau_bits, high, ties);
-    }
-    mark_between(team, row, length, tau_bits, high, limit);
+    mark_reaching(team, row, length, low, high, reaching, k);
 }
 
 __device__ u32 shuffled(u32 place, u32 length, u32 key) {
@@ -542,11 +534,11 @@ __device__ u32 shuffled(u32 place, u32 length, u32 key) {
 __device__ void mark_shared(Team& team, const Job& job, i64 chunk) {
     u32 length = (u32)job.chunk_numel, key = mix32((u32)job.key + (u32)chunk * GOLDEN);
     clear_marks(team, length);
-    for (u32 entry = team.rank; entry < job.keep; entry += team.size) {
-        if (job.selection == SHUFFLED) {
+    for (u32 entry = team.rank; entry < job.k; entry += team.size) {
+        if (job.selection == RANDOM_K) {
             mark(team, shuffled((u32)((job.start + entry) % length), length, key));
         } else {
-            mark(team, (u32)((entry * job.chunk_numel / job.keep + job.start) % length));
+            mark(team, (u32)((entry * job.chunk_numel / job.k + job.start) % length));
         }
     }
 }
@@ -555,10 +547,11 @@ __device__ void mark_shared(Team& team, const Job& job, i64 chunk) {
 __device__ u32 select(Team& team, const Job& job, const float* row, i64 chunk) {
     u32 length = (u32)job.chunk_numel;
     if (is_dense(job)) return length;
-    if (job.selection == LARGEST) {
-        mark_largest(team, row, length, (u32)job.keep);
-    } else if (job.selection == ABOVE) {
-        mark_reaching(team, row, length, (u32)job.tau_bits, (u32)job.counts[chunk]);
+    if (job.selection == TOP_K) {
+        mark_top_k(team, row, length, (u32)job.k);
+    } else if (job.selection == THRESHOLD) {
+        u32 low = (u32)job.tau_bits, reaching = count_reaching(team, row, length, low);
+        mark_reaching(team, row, length, low, bin_end(low), reaching, (u32)job.counts[chunk]);
     } else {
         mark_shared(team, job, chunk);
     }
@@ -675,8 +668,8 @@ struct Entries {
 };
 
 __device__ Entries entries_of(const Job& job, const Section& section, i64 chunk) {
-    i64 before = section.before ? section.before[chunk] : chunk * job.keep;
-    i64 after = section.before ? section.before[chunk + 1] : before + job.keep;
+    i64 before = section.before ? section.before[chunk] : chunk * job.k;
+    i64 after = section.before ? section.before[chunk + 1] : before + job.k;
     i64 index_bit = 32 * section.indices + before * section.entry_bits + chunk * section.chunk_bits;
     return {(u32)(after - before), index_bit, 32 * section.values + before * job.value_bits};
 }
@@ -751,50 +744,40 @@ __device__ void send_chunk(Block& block, const Job& job, i64 chunk) {
 }
 
 extern "C" __global__ void RESIDENT encode_chunks(const Job job) {
-    Block block = open_block(job);
-    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch;
-    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
-        u32 here = chunks_here(job, first);
+    by_group(job, [&](Block& block, i64 first, u32 here) {
         accumulate(block, job, first, here);
         by_team(block, first, here, [&](i64 chunk) { send_chunk(block, job, chunk); });
-        for (u32 e = block.thread; job.next_state && e < here * numel; e += block.threads) {
-            job.next_state[first * numel + e] = block.row[e % numel * pitch + e / numel];
-        }
-        __syncthreads();
-    }
+        if (!job.next_state) return;
+        by_coefficient(block, job, here, [&](u32 g, u32 k, float& cell) {
+            job.next_state[(first + g) * job.chunk_numel + k] = cell;
+        });
+    });
 }
 
 // Count what reaches the threshold in each chunk and, behind all those counts, what reaches the end of its bin.
 extern "C" __global__ void count_chunks(const Job job) {
-    Block block = open_block(job);
-    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
-        u32 here = chunks_here(job, first);
+    by_group(job, [&](Block& block, i64 first, u32 here) {
         accumulate(block, job, first, here);
         by_team(block, first, here, [&](i64 chunk) {
             u32 length = (u32)job.chunk_numel, tau_bits = (u32)job.tau_bits;
             u32 low = count_reaching(block.team, block.row, length, tau_bits);
             u32 high = count_reaching(block.team, block.row, length, bin_end(tau_bits));
-            if (block.team.rank == 0u) {
-                job.counts[chunk] = low;
-                job.counts[job.chunks + chunk] = high;
-            }
+            if (block.team.rank) return;
+            job.counts[chunk] = low;
+            job.counts[job.chunks + chunk] = high;
         });
-    }
+    });
 }
 
 // Count magnitudes from bin `first` on, by the upper half of their bits. Most are below, and nobody asks for them.
 extern "C" __global__ void histogram_of_chunks(const Job job) {
-    Block block = open_block(job);
-    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch;
-    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
-        u32 here = chunks_here(job, first);
+    by_group(job, [&](Block& block, i64 first, u32 here) {
         accumulate(block, job, first, here);
-        for (u32 e = block.thread; e < here * numel; e += block.threads) {
-            u32 bin = magnitude_of(block.row[e % numel * pitch + e / numel]) >> BIN_SHIFT;
+        by_coefficient(block, job, here, [&](u32, u32, float& cell) {
+            u32 bin = magnitude_of(cell) >> BIN_SHIFT;
             if (bin >= job.first) atomicAdd((u64*)job.counts + bin, (u64)1);
-        }
-        __syncthreads();
-    }
+        });
+    });
 }
 
 // --- decode ----------------------------------------------------------------------------------------------------------
@@ -828,66 +811,55 @@ __device__ void add_payloads(Block& block, const Job& job, i64 chunk) {
 }
 
 extern "C" __global__ void RESIDENT decode_chunks(const Job job) {
-    Block block = open_block(job);
-    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch, width = (u32)job.chunk_cols;
-    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
-        u32 here = chunks_here(job, first);
+    by_group(job, [&](Block& block, i64 first, u32 here) {
         by_team(block, first, here, [&](i64 chunk) { add_payloads(block, job, chunk); });
         if (job.transformed) {
             restore_chunks(block, job, first, here);
-            continue;
+            return;
         }
-        for (u32 e = block.thread; e < here * numel; e += block.threads) {
-            u32 g = e / numel, k = e % numel;
-            store_element(job, first + g, k / width, k % width, block.row[k * pitch + g] * job.factor);
-        }
-        __syncthreads();
-    }
+        u32 width = (u32)job.chunk_cols;
+        by_coefficient(block, job, here, [&](u32 g, u32 k, float& cell) {
+            store_element(job, first + g, k / width, k % width, cell * job.factor);
+        });
+    });
 }
 
-// --- faults ----------------------------------------------------------------------------------------------------------
+// --- verify ----------------------------------------------------------------------------------------------------------
 
-__device__ void report(const Job& job, u32 fault) { atomicMin(job.answer, (u64)fault); }
-
-__device__ bool indices_are_wrong(Block& block, const Job& job, Entries at) {
+// Return the least problem of a chunk that this thread of its team finds.
+__device__ u32 problem_of(Block& block, const Job& job, i64 chunk) {
     Team& team = block.team;
-    u32* picks = (u32*)block.row;
-    u32 found = visit_entries(team, job, job.own, at, [&](u32 i, u32 entry) { picks[team.at(entry)] = i; });
-    if (found != at.count) return true;
-    team.sync();
-    bool wrong = false;
-    for (u32 entry = team.rank; entry < at.count; entry += team.size) {
-        u32 i = picks[team.at(entry)];
-        wrong |= i >= job.chunk_numel || (entry && i <= picks[team.at(entry - 1u)]);
+    Entries at = entries_of(job, job.own, chunk);
+    if (job.own.code != NO_INDEX) {
+        u32* picks = (u32*)block.row;
+        u32 found = visit_entries(team, job, job.own, at, [&](u32 i, u32 entry) { picks[team.at(entry)] = i; });
+        if (found != at.count) return INDEX_PROBLEM;
+        team.sync();
+        for (u32 entry = team.rank; entry < at.count; entry += team.size) {
+            u32 i = picks[team.at(entry)];
+            if (i >= job.chunk_numel || (entry && i <= picks[team.at(entry - 1u)])) return INDEX_PROBLEM;
+        }
     }
-    return wrong;
-}
-
-__device__ bool values_are_wrong(Team& team, const Job& job, Entries at) {
+    for (u32 i = team.rank; i < job.scales; i += team.size) {
+        i64 position = 32 * job.own.scales + (chunk * job.scales + i) * 16;
+        if (get(job.words, position, 16u) >= 0x7F80u) return SCALE_PROBLEM;
+    }
     u32 infinite = job.values == FP32 ? INFINITE : job.values == BF16 ? 0x7F80u : 0x7C00u;
-    bool wrong = false;
     for (u32 entry = team.rank; job.values <= FP16 && entry < at.count; entry += team.size) {
         u32 code = get(job.words, at.value_bit + entry * job.value_bits, (u32)job.value_bits);
-        wrong |= (code & infinite) == infinite;
+        if ((code & infinite) == infinite) return VALUE_PROBLEM;
     }
-    return wrong;
+    return NO_PROBLEM;
 }
 
-// Leave in the answer the least fault of all chunks: the same one, in whatever order they are found.
+// Leave in the answer the least problem of all chunks: the same one, in whatever order they are found.
 extern "C" __global__ void find_problems(const Job job) {
-    Block block = open_block(job);
-    for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
-        by_team(block, first, chunks_here(job, first), [&](i64 chunk) {
-            Team& team = block.team;
-            Entries at = entries_of(job, job.own, chunk);
-            if (job.own.code != NO_INDEX && indices_are_wrong(block, job, at)) report(job, INDEX_FAULT);
-            for (u32 i = team.rank; i < job.scales; i += team.size) {
-                i64 position = 32 * job.own.scales + (chunk * job.scales + i) * 16;
-                if (get(job.words, position, 16u) >= 0x7F80u) report(job, SCALE_FAULT);
-            }
-            if (values_are_wrong(team, job, at)) report(job, VALUE_FAULT);
+    by_group(job, [&](Block& block, i64 first, u32 here) {
+        by_team(block, first, here, [&](i64 chunk) {
+            u32 problem = problem_of(block, job, chunk);
+            if (problem != NO_PROBLEM) atomicMin(job.answer, (u64)problem);
         });
-    }
+    });
 }
 
 // --- one thread an element -------------------------------------------------------------------------------------------
@@ -895,23 +867,6 @@ extern "C" __global__ void find_problems(const Job job) {
 __device__ i64 first_item() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 
 __device__ i64 items_apart() { return (i64)gridDim.x * blockDim.x; }
-
-// Leave 1 in the answer if the bits of a magnitude reach `first`, the least that is unfit.
-extern "C" __global__ void find_unfit(const Job job) {
-    bool unfit = false;
-    for (i64 at = first_item(); at < job.numel; at += items_apart()) {
-        i64 magnitude;
-        if (job.element == FLOAT) {
-            magnitude = ((const u32*)job.memory)[at] & MAGNITUDE;
-        } else if (job.element == DOUBLE) {
-            magnitude = ((const i64*)job.memory)[at] & 0x7FFFFFFFFFFFFFFFll;
-        } else {
-            magnitude = ((const u16*)job.memory)[at] & 0x7FFFu;
-        }
-        unfit |= magnitude >= job.first;
-    }
-    if (unfit) atomicMax(job.answer, (u64)1);
-}
 
 // A payload begins with its counts.
 extern "C" __global__ void write_counts(const Job job) {
@@ -943,48 +898,14 @@ extern "C" __global__ void add_checksum(const Job job) {
 }
 
 // --- mixing ----------------------------------------------------------------------------------------------------------
-//
-// Parameters are mixed as they are: unlike what is encoded, they may be infinite or not numbers, and stay so.
 
-__device__ float any_fp16_value(u32 half) {
-    if ((half & 0x7C00u) != 0x7C00u) return fp16_value(half);
-    return __uint_as_float(((half & 0x8000u) << 16) | INFINITE | ((half & 0x03FFu) << 13));
-}
-
-__device__ u32 half_code(i64 element, float value) {
-    u32 bits = __float_as_uint(value), magnitude = bits & MAGNITUDE;
-    if (element == BFLOAT16) return magnitude > INFINITE ? 0x7FC0u : bf16_bits(bits);
-    return magnitude > INFINITE ? 0x7E00u : ((bits >> 16) & 0x8000u) | fp16_bits(magnitude);
-}
-
-__device__ float half_value(i64 element, u32 half) {
-    return element == BFLOAT16 ? bf16_value(half) : any_fp16_value(half);
-}
-
-__device__ void read(const void* memory, i64, i64 at, double* value) { *value = ((const double*)memory)[at]; }
-
-__device__ void read(const void* memory, i64 element, i64 at, float* value) {
-    *value = element == FLOAT ? ((const float*)memory)[at] : half_value(element, ((const u16*)memory)[at]);
-}
-
-// Write a number; return it as it will be read.
-__device__ double write(void* memory, i64, i64 at, double value) { return ((double*)memory)[at] = value; }
-
-__device__ float write(void* memory, i64 element, i64 at, float value) {
-    if (element == FLOAT) return ((float*)memory)[at] = value;
-    u32 half = half_code(element, value);
-    ((u16*)memory)[at] = (u16)half;
-    return half_value(element, half);
-}
-
-// Mix one element; return how far it moved, squared. Number is what is computed in: float, or double for doubles.
+// Mix one element; return how far it moved, squared.
 template <class Number>
 __device__ double mix_element(const Job& job, i64 at) {
-    Number total = 0, before, term;
-    read(job.memory, job.element, at, &before);
+    Number total = 0, before = read<Number>(job.memory, job.element, at);
     for (i64 number = 0; number < job.term_count; number++) {
-        read(job.terms[number].memory, job.element, at, &term);
-        Number product = (Number)job.terms[number].weight * term;
+        Term term = job.terms[number];
+        Number product = (Number)term.weight * read<Number>(term.memory, job.element, at);
         total = number ? total + product : product;
     }
     double far = (double)write(job.out, job.element, at, total) - (double)before;
