@@ -18,7 +18,7 @@ PACKAGES = ("flexcomm", "flexdemo", "bench")
 STAND_INS = {"tests/unit/test_torch_versions.py", "tests/unit/test_flexdemo_torch_private.py"}
 
 PRIVATE_NAMES = {
-    "flexcomm/kernels/cpu/cache/sharing.py": {"_cache", "_rebuild", "_reduce"},  # numba's
+    "flexcomm/kernels/cpu/cache.py": {"_cache", "_rebuild", "_reduce"},  # numba's
     "flexcomm/stats.py": {"_is_profiler_enabled"},
     "flexdemo/torch_private.py": {
         "_all_reduce_hook", "_comm_hook", "_comm_hook_state", "_execution_engine", "_fsdp_param_groups",

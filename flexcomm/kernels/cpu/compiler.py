@@ -41,14 +41,7 @@ def list_sources() -> list[Path]:
     return [folder / f"{name}.py" for name in own] + [folder.parent / f"{name}.py" for name in shared]
 
 
-def _digest_of(sources: list[Path]) -> str:
-    digest = hashlib.blake2b(digest_size=6)
-    for source in sources:
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
-
-
-_SOURCES = _digest_of(list_sources())
+_SOURCES = hashlib.blake2b(b"".join(source.read_bytes() for source in list_sources()), digest_size=6).hexdigest()
 
 
 def compiled(function: Function) -> Function:
