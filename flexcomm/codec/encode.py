@@ -11,7 +11,7 @@ from torch import Tensor
 from flexcomm.codec.wire import to_words
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError, NonFiniteError
 from flexcomm.kernels import LARGEST_MAGNITUDE, BufferPlan, Kernels, Problem, StateUpdate, Status
-from flexcomm.kernels.layout import HEADER_NBYTES, WORD_NBYTES, RawHeader
+from flexcomm.kernels.layout import HEADER_NBYTES, WORD_NBYTES, Header
 
 _PLAIN = StateUpdate()
 _NUMBERS = 1 << 64
@@ -56,7 +56,7 @@ class Encoder:
         """How many bytes of the buffer are filled."""
         if not self._plan.variable_length:
             return self._plan.nbytes
-        header = RawHeader.unpack(self._words[: HEADER_NBYTES // WORD_NBYTES].cpu().numpy().tobytes())
+        header = Header.unpack(self._words[: HEADER_NBYTES // WORD_NBYTES].cpu().numpy().tobytes())
         return HEADER_NBYTES + header.payload_nbytes
 
     def _explain(self, status: Status, tensors: Sequence[Tensor]) -> str:

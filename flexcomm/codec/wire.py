@@ -22,7 +22,6 @@ from flexcomm.kernels.layout import (
     VERSION,
     WORD_NBYTES,
     Header,
-    RawHeader,
     checksum_of,
 )
 
@@ -77,9 +76,9 @@ def check_region(plan: BufferPlan, words: Tensor, region: Region) -> None:
         )
 
 
-def read_header(words: Tensor, region: Region) -> RawHeader:
+def read_header(words: Tensor, region: Region) -> Header:
     """Return the fields of a sender's header, whatever they are."""
-    return RawHeader.unpack(words[region.start : region.start + HEADER_NWORDS].cpu().numpy().tobytes())
+    return Header.unpack(words[region.start : region.start + HEADER_NWORDS].cpu().numpy().tobytes())
 
 
 def payload_error(problem: Problem, name: str, region: Region) -> WireError:
@@ -96,7 +95,7 @@ def header_error(words: Tensor, region: Region, expected: Header) -> WireError:
     return WireError(region.sender, field, problem)
 
 
-def _header_problems(got: RawHeader, expected: Header, nbytes: int, checksum: int) -> Iterator[tuple[str, str]]:
+def _header_problems(got: Header, expected: Header, nbytes: int, checksum: int) -> Iterator[tuple[str, str]]:
     """Yield the fields of a header that are not as expected, and what is wrong with them."""
     if got.magic != MAGIC:
         yield (

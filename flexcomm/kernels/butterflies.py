@@ -27,6 +27,7 @@ ADD_SCALED = 3
 """i <- i + c0*j"""
 
 _ROOT2 = math.sqrt(2.0)
+_SUM_AND_DIFFERENCE = (1.0, 1.0, 1.0, -1.0)
 
 Step = tuple[int, int, int, tuple[float, float, float, float]]
 Entry = Callable[[int, int, int], float]
@@ -50,17 +51,17 @@ class Program:
 @lru_cache(maxsize=64)
 def plan_dct(length: int) -> Program:
     """Return the list that turns ``length`` rows into ``sqrt(length)`` times their orthonormal DCT-II."""
-    builder = _Builder(length)
-    outputs = builder.dct2(list(range(length)))
-    return _program(builder.height, list(range(length)), outputs, builder.steps)
+    builder, inputs = _Builder(length), list(range(length))
+    outputs = builder.dct2(inputs)
+    return _program(builder.height, inputs, outputs, builder.steps)
 
 
 @lru_cache(maxsize=64)
 def plan_inverse_dct(length: int) -> Program:
     """Return the transposed list: every step transposed, in reverse order."""
-    builder = _Builder(length)
-    outputs = builder.dct2(list(range(length)))
-    return _program(builder.height, outputs, list(range(length)), [_transposed(s) for s in reversed(builder.steps)])
+    builder, outputs = _Builder(length), list(range(length))
+    inputs = builder.dct2(outputs)
+    return _program(builder.height, inputs, outputs, [_transposed(step) for step in reversed(builder.steps)])
 
 
 def _program(height: int, inputs: list[int], outputs: list[int], steps: list[Step]) -> Program:
@@ -94,8 +95,8 @@ class _Builder:
             return self.dense(rows, _dct2_entry)
         first, last = rows[: len(rows) // 2], rows[: len(rows) // 2 - 1 : -1]
         for i, j in zip(first, last, strict=True):
-            self.butterfly(i, j)
-        return _interleaved(self.dct2(first), self.dct4(last))
+            self.step(BUTTERFLY, i, j, *_SUM_AND_DIFFERENCE)
+        return [row for pair in zip(self.dct2(first), self.dct4(last), strict=True) for row in pair]
 
     def dct4(self, rows: list[int]) -> list[int]:
         count, half = len(rows), len(rows) // 2
@@ -107,13 +108,13 @@ class _Builder:
         for number, (i, j) in enumerate(zip(first, last, strict=True)):
             angle = (2 * number + 1) * math.pi / (4 * count)
             flip = -1.0 if number % 2 else 1.0
-            self.mix(i, j, (math.cos(angle), math.sin(angle), -flip * math.sin(angle), flip * math.cos(angle)))
+            self.step(MIX, i, j, math.cos(angle), math.sin(angle), -flip * math.sin(angle), flip * math.cos(angle))
         a, b = self.dct2(first), self.dct2(last)
-        self.scale(a[0], _ROOT2)
-        self.scale(b[0], -_ROOT2)
+        self.step(SCALE, a[0], a[0], _ROOT2)
+        self.step(SCALE, b[0], b[0], -_ROOT2)
         outputs = [a[0]]
         for m in range(1, half):
-            self.butterfly(a[m], b[half - m])
+            self.step(BUTTERFLY, a[m], b[half - m], *_SUM_AND_DIFFERENCE)
             outputs += [b[half - m], a[m]]
         return [*outputs, b[0]]
 
@@ -122,21 +123,11 @@ class _Builder:
         self.height += len(rows)
         for k, output in enumerate(outputs):
             for i, row in enumerate(rows):
-                self.steps.append((ADD_SCALED, output, row, (entry(len(rows), k, i), 0.0, 0.0, 0.0)))
+                self.step(ADD_SCALED, output, row, entry(len(rows), k, i))
         return outputs
 
-    def butterfly(self, i: int, j: int) -> None:
-        self.steps.append((BUTTERFLY, i, j, (1.0, 1.0, 1.0, -1.0)))
-
-    def mix(self, i: int, j: int, factors: tuple[float, float, float, float]) -> None:
-        self.steps.append((MIX, i, j, factors))
-
-    def scale(self, i: int, factor: float) -> None:
-        self.steps.append((SCALE, i, i, (factor, 0.0, 0.0, 0.0)))
-
-
-def _interleaved(even: list[int], odd: list[int]) -> list[int]:
-    return [row for pair in zip(even, odd, strict=True) for row in pair]
+    def step(self, code: int, i: int, j: int, c0: float, c1: float = 0.0, c2: float = 0.0, c3: float = 0.0) -> None:
+        self.steps.append((code, i, j, (c0, c1, c2, c3)))
 
 
 def _dct2_entry(length: int, k: int, i: int) -> float:

@@ -34,50 +34,31 @@ _WORD_BITS = 8 * WORD_NBYTES
 _SCALE_BITS = 16
 
 
-class RawHeader(NamedTuple):
-    """The fields of a header as they were received."""
-
-    magic: bytes
-    version: int
-    flags: int
-    plan: int
-    step: int
-    sequence: int
-    entries: int
-    payload_nbytes: int
-    checksum: int
-    spare: bytes
-
-    @classmethod
-    def unpack(cls, octets: bytes) -> RawHeader:
-        return cls._make(_HEADER.unpack(octets))
-
-
 class Header(NamedTuple):
-    """The fields of a header that sender and receiver compare. ``entries`` is -1 where it depends on the data."""
+    """The fields of a header. ``entries`` is -1 where it depends on the data."""
 
     plan: int
     step: int
     sequence: int
     entries: int
     flags: int = 0
+    payload_nbytes: int = 0
+    checksum: int = 0
+    magic: bytes = MAGIC
+    version: int = VERSION
+    spare: bytes = _SPARE
+
+    @classmethod
+    def unpack(cls, octets: bytes) -> Header:
+        magic, version, flags, plan, step, sequence, entries, nbytes, checksum, spare = _HEADER.unpack(octets)
+        return cls(plan, step, sequence, entries, flags, nbytes, checksum, magic, version, spare)
 
     def pack(self, payload_nbytes: int, checksum: int = 0) -> bytes:
-        """Return the bytes of the header."""
-        return _HEADER.pack(
-            MAGIC,
-            VERSION,
-            self.flags,
-            self.plan,
-            self.step,
-            self.sequence,
-            self.entries,
-            payload_nbytes,
-            checksum,
-            _SPARE,
-        )
+        """Return the bytes of the header of a payload of such a length and checksum."""
+        compared = (self.flags, self.plan, self.step, self.sequence, self.entries)
+        return _HEADER.pack(self.magic, self.version, *compared, payload_nbytes, checksum, self.spare)
 
-    def matching(self, received: RawHeader) -> Header:
+    def matching(self, received: Header) -> Header:
         """Return the header that a sound buffer has whose flags and number of entries are the received ones."""
         if received.flags == NONFINITE:
             return self._replace(entries=0, flags=NONFINITE)
@@ -125,7 +106,7 @@ class Layout:
     values: int
     nwords: int
 
-    @cached_property
+    @property
     def coding(self) -> tuple[int, int, int, int]:
         """How indices are written, as plain numbers."""
         return int(self.code), self.low_bits, self.entry_bits, self.chunk_bits
@@ -134,33 +115,25 @@ class Layout:
 def plan_layout(plan: TensorPlan, entries: int) -> Layout:
     """Return where the sections of a payload with so many entries are."""
     code, low_bits, entry_bits, chunk_bits = _choose_index_code(plan, entries)
-    counts_bits = plan.chunks * plan.chunk_numel.bit_length() if plan.is_variable else 0
-    indices = _words(counts_bits)
+    indices = _words(plan.chunks * plan.chunk_numel.bit_length() if plan.is_variable else 0)
     scales = indices + _words(entries * entry_bits + plan.chunks * chunk_bits)
     values = scales + _words(plan.chunks * plan.values.format.scales * _SCALE_BITS)
     nwords = values + _words(entries * plan.values.format.bits)
     return Layout(code, low_bits, entry_bits, chunk_bits, indices, scales, values, nwords)
 
 
-class _IndexCoding(NamedTuple):
-    code: IndexCode
-    low_bits: int
-    entry_bits: int
-    chunk_bits: int
-
-
-def _choose_index_code(plan: TensorPlan, entries: int) -> _IndexCoding:
+def _choose_index_code(plan: TensorPlan, entries: int) -> tuple[IndexCode, int, int, int]:
     """Return the shortest code for the indices; every one is as long for any indices, given how many there are."""
     length = plan.chunk_numel
     if not plan.sends_indices:
-        return _IndexCoding(IndexCode.NONE, 0, 0, 0)
+        return IndexCode.NONE, 0, 0, 0
     width = max(1, (length - 1).bit_length())
     codings = [
-        _IndexCoding(IndexCode.PACKED, 0, width, 0),
-        *(_IndexCoding(IndexCode.ELIAS_FANO, low, low + 1, (length - 1) >> low) for low in range(width)),
-        _IndexCoding(IndexCode.BITMAP, 0, 0, length),
+        (IndexCode.PACKED, 0, width, 0),
+        *((IndexCode.ELIAS_FANO, low, low + 1, (length - 1) >> low) for low in range(width)),
+        (IndexCode.BITMAP, 0, 0, length),
     ]
-    return min(codings, key=lambda coding: entries * coding.entry_bits + plan.chunks * coding.chunk_bits)
+    return min(codings, key=lambda coding: entries * coding[2] + plan.chunks * coding[3])
 
 
 def _words(bits: int) -> int:

@@ -20,7 +20,6 @@ from flexcomm.kernels.layout import (
     BufferPlan,
     Header,
     Layout,
-    RawHeader,
     Region,
     aligned,
     plan_layout,
@@ -197,7 +196,7 @@ class TensorLoopDecoder:
         for sender, region in enumerate(self._regions):
             words = self._words[region.start : region.end]
             octets = words[:HEADER_NWORDS].cpu().numpy().tobytes()
-            received = RawHeader.unpack(octets)
+            received = Header.unpack(octets)
             payload_nbytes = region.nwords * WORD_NBYTES - HEADER_NBYTES
             if octets != expected.matching(received).pack(payload_nbytes, self._kernels.checksum(words)):
                 return Status(Problem.HEADER, sender).word

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexcomm.kernels.base import Average, BucketDecoder, BucketEncoder, Kernels, StateUpdate
+from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.kernels.layout import BufferPlan, Region
 
 
@@ -16,8 +17,8 @@ class StagedKernels:
 
     name = "staged"
 
-    def __init__(self, host: Kernels) -> None:
-        self._host = host
+    def __init__(self, host: Kernels | None = None) -> None:
+        self._host = host or CpuKernels()
 
     def encoder(self, plan: BufferPlan, words: Tensor) -> StagedEncoder:
         staged = torch.empty_like(words, device="cpu")

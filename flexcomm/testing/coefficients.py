@@ -12,7 +12,7 @@ from torch import Tensor
 from flexcomm.codec import assemble_buffer
 from flexcomm.compress import TensorSpec
 from flexcomm.kernels import BufferPlan, Kernels, Problem, Region, Selection, StateUpdate, Status, TensorPlan, ValueCode
-from flexcomm.kernels.layout import WORD_NBYTES, RawHeader
+from flexcomm.kernels.layout import WORD_NBYTES, Header
 
 PLAIN = StateUpdate()
 _GARBAGE = -0x21524111
@@ -71,7 +71,7 @@ def encode_bucket(
     status = Status.of(int(encoder.encode_(tensors, before, after, update, step=step, sequence=SEQUENCE)))
     nwords = plan.nwords
     if plan.variable_length:
-        header = RawHeader.unpack(words[:16].cpu().numpy().tobytes())
+        header = Header.unpack(words[:16].cpu().numpy().tobytes())
         nwords = 16 + header.payload_nbytes // WORD_NBYTES
     return Sent(words[:nwords], plan, step, status)
 

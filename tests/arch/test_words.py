@@ -79,7 +79,6 @@ ALLOWED = {
     "_measure_alone": "without a second process",
     "_round_trip": "encode and decode",
     "_turn": "a rotation of the transform",
-    "_warn_not_kept": "kernels that are not kept in the cache",
     "a_nan_is_everybodys_affair": "a law, in its own words",
     "contributors_alone_can_be_averaged": "a law, in its own words",
     "is_kept_by": "a bound that is kept",

@@ -199,7 +199,7 @@ def test_the_fastest_kernels_are_chosen_and_say_their_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
-    import_module("flexcomm.kernels")._find_fastest.cache_clear()
+    import_module("flexcomm.kernels")._choose.cache_clear()
     with caplog.at_level(logging.INFO, "flexcomm"):
         assert choose_kernels(CPU).name == "cpu"
     assert "cpu tensors are compressed by the cpu kernels" in caplog.text

@@ -94,13 +94,7 @@ def cache_folders(*, to_write: bool = False) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel that is compiled once.
-
-    Args:
-        kernel: what the log calls it.
-        name: its file, relative to a cache folder; different for everything that is compiled differently.
-
-    """
+    """A kernel that is compiled once, and its file relative to a cache folder, another for other machine code."""
 
     kernel: str
     name: str
@@ -213,10 +207,7 @@ def warn_once(message: str) -> None:
 def share(dispatcher: Any, sources: str) -> None:  # Any: the dispatcher is of one of numba's private classes
     """Let a dispatcher use what any process of this host compiled, and compile for all of them what none did.
 
-    Args:
-        dispatcher: what ``numba.njit`` returned.
-        sources: digest of all sources that are compiled into it.
-
+    ``sources`` is a digest of all sources that are compiled into it.
     """
     if missing := _MISSING or _find_missing(dispatcher):
         warn_once(f"numba {numba.__version__} is not one we know ({missing}): every process compiles its own kernels")

@@ -121,6 +121,8 @@ __device__ u32 mix32(u32 value) {
 
 __device__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
+__device__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+
 __device__ u32 magnitude_of(float value) { return __float_as_uint(value) & MAGNITUDE; }
 
 __device__ u32 bf16_bits(u32 bits) { return (u32)(((u64)bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16); }
@@ -145,22 +147,28 @@ __device__ float fp16_value(u32 half) {
     return __uint_as_float(__float_as_uint(magnitude) | ((half & 0x8000u) << 16));
 }
 
-// --- a team: the threads that work on one chunk ----------------------------------------------------------------------
+// --- a block, and the team of its threads that works on one chunk -----------------------------------------------------
 //
-// Either the whole block, or, for short chunks of one row, a single thread. Both run the same text: a team of one has
-// nobody to wait for, and what it would add up is already its own.
+// The team is either the whole block, or, for short chunks of one row, a single thread. Both run the same text: a team of
+// one has nobody to wait for, and what it would add up is already its own.
 
-struct Team {
-    u32 rank, size;
-    u32 lane, pitch;       // element i of the chunk is at i * pitch + lane
+struct Block {
+    u32 thread, threads;   // of the block
+    u32 rank, size;        // of the team
+    u32 length;            // elements of a chunk
+    u32 lane, pitch;       // distance of elements, see cell()
+    float* row;            // coefficients of the chunks; before that, elements going down the columns
+    float* turned;         // elements going along the rows; outside transforms, whatever a pass needs per element
     u32* marks;            // bit i says whether element i is sent
     u32* ranks;            // how many marks precede each word of them
     u32 stride;            // distance of one team's words
-    u32* tally;            // three counters, see combine()
+    u32* tally;            // three counters, see combined()
     u32* scan;             // two words a thread
     u32 turn;
 
-    __device__ u32 at(u32 i) const { return i * pitch + lane; }
+    __device__ float& cell(u32 i) const { return row[i * pitch + lane]; }
+    __device__ float& spare(u32 i) const { return turned[i * pitch + lane]; }
+    __device__ u32 magnitude(u32 i) const { return magnitude_of(cell(i)); }
     __device__ u32& mark_word(u32 word) const { return marks[word * stride + lane]; }
     __device__ u32& rank_word(u32 word) const { return ranks[word * stride + lane]; }
 
@@ -207,72 +215,67 @@ struct Team {
     }
 };
 
-__device__ void clear_marks(Team& team, u32 length) {
-    for (u32 word = team.rank; word < (length + 31u) >> 5; word += team.size) team.mark_word(word) = 0u;
-    team.sync();
+__device__ void clear_marks(Block& block, u32 length) {
+    for (u32 word = block.rank; word < (length + 31u) >> 5; word += block.size) block.mark_word(word) = 0u;
+    block.sync();
 }
 
-__device__ void mark(Team& team, u32 i) {
-    if (team.size == 1u) {
-        team.mark_word(i >> 5) |= 1u << (i & 31u);
+__device__ void mark(Block& block, u32 i) {
+    if (block.size == 1u) {
+        block.mark_word(i >> 5) |= 1u << (i & 31u);
     } else {
-        atomicOr(&team.mark_word(i >> 5), 1u << (i & 31u));
+        atomicOr(&block.mark_word(i >> 5), 1u << (i & 31u));
     }
 }
 
 // Rank the marks of so many elements; return how many there are.
-__device__ u32 rank_marks(Team& team, u32 length) {
-    team.sync();
+__device__ u32 rank_marks(Block& block, u32 length) {
+    block.sync();
     u32 words = (length + 31u) >> 5;
-    u32 share = (words + team.size - 1u) / team.size;
-    u32 first = smaller(team.rank * share, words), last = smaller(first + share, words);
+    u32 share = (words + block.size - 1u) / block.size;
+    u32 first = smaller(block.rank * share, words), last = smaller(first + share, words);
     u32 mine = 0u, total;
-    for (u32 word = first; word < last; word++) mine += __popc(team.mark_word(word));
+    for (u32 word = first; word < last; word++) mine += __popc(block.mark_word(word));
     total = mine;
-    u32 before = team.size == 1u ? 0u : team.before_mine(mine, &total);
+    u32 before = block.size == 1u ? 0u : block.before_mine(mine, &total);
     for (u32 word = first; word < last; word++) {
-        team.rank_word(word) = before;
-        before += __popc(team.mark_word(word));
+        block.rank_word(word) = before;
+        before += __popc(block.mark_word(word));
     }
-    team.sync();
+    block.sync();
     return total;
 }
 
 // Call visit(position, entry) for every mark, after rank_marks().
 template <class Visit>
-__device__ void visit_marks(Team& team, u32 length, Visit visit) {
-    for (u32 word = team.rank; word < (length + 31u) >> 5; word += team.size) {
-        u32 entry = team.rank_word(word);
-        for (u32 bits = team.mark_word(word); bits; bits &= bits - 1u) visit(32u * word + __ffs(bits) - 1u, entry++);
+__device__ void visit_marks(Block& block, u32 length, Visit visit) {
+    for (u32 word = block.rank; word < (length + 31u) >> 5; word += block.size) {
+        u32 entry = block.rank_word(word);
+        for (u32 bits = block.mark_word(word); bits; bits &= bits - 1u) visit(32u * word + __ffs(bits) - 1u, entry++);
     }
 }
-
-// --- the block -------------------------------------------------------------------------------------------------------
-
-struct Block {
-    u32 thread, threads;
-    float* row;       // coefficients of the chunks; before that, elements going down the columns
-    float* turned;    // elements going along the rows; outside transforms, whatever a pass needs per element
-    Team team;
-};
 
 // Call work(block, first, here) for the block's chunks, a group at a time: so many from `first` on.
 template <class Work>
 __device__ void by_group(const Job& job, Work work) {
     u32* base = job.workspace ? job.workspace + blockIdx.x * job.block_words : shared_words;
     u32* counters = job.workspace ? shared_words : shared_words + job.block_words;
-    Team team;
-    team.rank = job.solo ? 0u : threadIdx.x;
-    team.size = job.solo ? 1u : blockDim.x;
-    team.lane = job.solo ? threadIdx.x : 0u;
-    team.pitch = (u32)job.pitch;
-    team.marks = base + job.marks_at;
-    team.ranks = base + job.ranks_at;
-    team.stride = (u32)job.group;
-    team.tally = counters;
-    team.scan = counters + 3;
-    team.turn = 0u;
-    Block block = {threadIdx.x, blockDim.x, (float*)base, (float*)(base + job.turned_at), team};
+    Block block;
+    block.thread = threadIdx.x;
+    block.threads = blockDim.x;
+    block.rank = job.solo ? 0u : threadIdx.x;
+    block.size = job.solo ? 1u : blockDim.x;
+    block.lane = job.solo ? threadIdx.x : 0u;
+    block.length = (u32)job.chunk_numel;
+    block.pitch = (u32)job.pitch;
+    block.row = (float*)base;
+    block.turned = (float*)(base + job.turned_at);
+    block.marks = base + job.marks_at;
+    block.ranks = base + job.ranks_at;
+    block.stride = (u32)job.group;
+    block.tally = counters;
+    block.scan = counters + 3;
+    block.turn = 0u;
     if (block.thread < 3u) counters[block.thread] = 0u;
     __syncthreads();
     for (i64 first = blockIdx.x * job.group; first < job.chunks; first += gridDim.x * job.group) {
@@ -284,17 +287,16 @@ __device__ void by_group(const Job& job, Work work) {
 // Call work(chunk) once in each team that has one of the group's chunks.
 template <class Work>
 __device__ void by_team(Block& block, i64 first, u32 here, Work work) {
-    if (block.team.lane < here) work(first + block.team.lane);
+    if (block.lane < here) work(first + block.lane);
     __syncthreads();
 }
 
 // Call visit(g, k, cell) for coefficient k of the group's chunk g, which is in that cell of `row`.
 template <class Visit>
-__device__ void by_coefficient(const Block& block, const Job& job, u32 here, Visit visit) {
-    u32 numel = (u32)job.chunk_numel, pitch = (u32)job.pitch;
-    for (u32 e = block.thread; e < here * numel; e += block.threads) {
-        u32 g = e / numel, k = e % numel;
-        visit(g, k, block.row[k * pitch + g]);
+__device__ void by_coefficient(const Block& block, u32 here, Visit visit) {
+    for (u32 e = block.thread; e < here * block.length; e += block.threads) {
+        u32 g = e / block.length, k = e % block.length;
+        visit(g, k, block.row[k * block.pitch + g]);
     }
 }
 
@@ -444,7 +446,7 @@ __device__ float coefficient(const Block& block, const Job& job, i64 chunk, u32 
 // Fill `row` with what the chunks hold: decay * state + factor * coefficients.
 __device__ void accumulate(Block& block, const Job& job, i64 first, u32 here) {
     if (job.transformed) transform_chunks(block, job, first, here);
-    by_coefficient(block, job, here, [&](u32 g, u32 k, float& cell) {
+    by_coefficient(block, here, [&](u32 g, u32 k, float& cell) {
         float value = coefficient(block, job, first + g, g, k) * job.factor;
         cell = job.state ? job.decay * job.state[(first + g) * job.chunk_numel + k] + value : value;
     });
@@ -455,57 +457,51 @@ __device__ void accumulate(Block& block, const Job& job, i64 first, u32 here) {
 
 __device__ bool is_dense(const Job& job) { return job.selection != THRESHOLD && job.k == job.chunk_numel; }
 
-__device__ u32 count_reaching(Team& team, const float* row, u32 length, u32 bound) {
+__device__ u32 count_reaching(Block& block, u32 bound) {
     u32 mine = 0u;
-    for (u32 i = team.rank; i < length; i += team.size) mine += magnitude_of(row[team.at(i)]) >= bound;
-    return team.sum(mine);
+    for (u32 i = block.rank; i < block.length; i += block.size) mine += block.magnitude(i) >= bound;
+    return block.sum(mine);
 }
 
-__device__ u32 largest_magnitude(Team& team, const float* row, u32 length) {
+__device__ u32 largest_magnitude(Block& block) {
     u32 mine = 0u;
-    for (u32 i = team.rank; i < length; i += team.size) {
-        u32 magnitude = magnitude_of(row[team.at(i)]);
-        mine = magnitude > mine ? magnitude : mine;
-    }
-    return team.largest(mine);
+    for (u32 i = block.rank; i < block.length; i += block.size) mine = larger(mine, block.magnitude(i));
+    return block.largest(mine);
 }
 
 // Return the index behind the last of so many ties: magnitudes in [low, high), lowest index first.
-__device__ u32 end_of_ties(Team& team, const float* row, u32 length, u32 low, u32 high, u32 ties) {
-    clear_marks(team, length);
-    for (u32 i = team.rank; i < length; i += team.size) {
-        u32 magnitude = magnitude_of(row[team.at(i)]);
-        if (magnitude >= low && magnitude < high) mark(team, i);
+__device__ u32 end_of_ties(Block& block, u32 low, u32 high, u32 ties) {
+    clear_marks(block, block.length);
+    for (u32 i = block.rank; i < block.length; i += block.size) {
+        u32 magnitude = block.magnitude(i);
+        if (magnitude >= low && magnitude < high) mark(block, i);
     }
-    rank_marks(team, length);
+    rank_marks(block, block.length);
     u32 mine = 0u;
-    visit_marks(team, length, [&](u32 i, u32 entry) {
+    visit_marks(block, block.length, [&](u32 i, u32 entry) {
         if (entry + 1u == ties) mine = i + 1u;
     });
-    return team.largest(mine);
+    return block.largest(mine);
 }
 
 // Return where the bin of these bits ends. The last one's end, 0x80000000, is more than any magnitude, NaN's too.
 __device__ u32 bin_end(u32 bits) { return ((bits >> BIN_SHIFT) + 1u) << BIN_SHIFT; }
 
 // Mark `wanted` of so many that reach `low`: all that reach `high`, and of those between the ones of lowest index.
-__device__ void mark_reaching(Team& team, const float* row, u32 length, u32 low, u32 high, u32 reaching, u32 wanted) {
-    u32 limit = length;
-    if (reaching > wanted) {
-        u32 ties = wanted - count_reaching(team, row, length, high);
-        limit = end_of_ties(team, row, length, low, high, ties);
-    }
-    clear_marks(team, length);
-    for (u32 i = team.rank; i < length; i += team.size) {
-        u32 magnitude = magnitude_of(row[team.at(i)]);
-        if (magnitude >= high || (magnitude >= low && i < limit)) mark(team, i);
+__device__ void mark_reaching(Block& block, u32 low, u32 high, u32 reaching, u32 wanted) {
+    u32 limit = block.length;
+    if (reaching > wanted) limit = end_of_ties(block, low, high, wanted - count_reaching(block, high));
+    clear_marks(block, block.length);
+    for (u32 i = block.rank; i < block.length; i += block.size) {
+        u32 magnitude = block.magnitude(i);
+        if (magnitude >= high || (magnitude >= low && i < limit)) mark(block, i);
     }
 }
 
-__device__ void mark_top_k(Team& team, const float* row, u32 length, u32 k) {
-    u32 low = 0u, high = largest_magnitude(team, row, length) + 1u, reaching = length;
+__device__ void mark_top_k(Block& block, u32 k) {
+    u32 low = 0u, high = largest_magnitude(block) + 1u, reaching = block.length;
     while (high - low > 1u && reaching > k) {  // so many reach low, fewer than k reach high
-        u32 middle = low + ((high - low) >> 1), found = count_reaching(team, row, length, middle);
+        u32 middle = low + ((high - low) >> 1), found = count_reaching(block, middle);
         if (found >= k) {
             low = middle;
             reaching = found;
@@ -513,7 +509,7 @@ __device__ void mark_top_k(Team& team, const float* row, u32 length, u32 k) {
             high = middle;
         }
     }
-    mark_reaching(team, row, length, low, high, reaching, k);
+    mark_reaching(block, low, high, reaching, k);
 }
 
 __device__ u32 shuffled(u32 place, u32 length, u32 key) {
@@ -531,42 +527,40 @@ __device__ u32 shuffled(u32 place, u32 length, u32 key) {
 }
 
 // Mark what every rank derives alike from the step.
-__device__ void mark_shared(Team& team, const Job& job, i64 chunk) {
-    u32 length = (u32)job.chunk_numel, key = mix32((u32)job.key + (u32)chunk * GOLDEN);
-    clear_marks(team, length);
-    for (u32 entry = team.rank; entry < job.k; entry += team.size) {
+__device__ void mark_shared(Block& block, const Job& job, i64 chunk) {
+    u32 length = block.length, key = mix32((u32)job.key + (u32)chunk * GOLDEN);
+    clear_marks(block, length);
+    for (u32 entry = block.rank; entry < job.k; entry += block.size) {
         if (job.selection == RANDOM_K) {
-            mark(team, shuffled((u32)((job.start + entry) % length), length, key));
+            mark(block, shuffled((u32)((job.start + entry) % length), length, key));
         } else {
-            mark(team, (u32)((entry * job.chunk_numel / job.k + job.start) % length));
+            mark(block, (u32)((entry * job.chunk_numel / job.k + job.start) % length));
         }
     }
 }
 
 // Mark and rank what is sent of a chunk; return how many.
-__device__ u32 select(Team& team, const Job& job, const float* row, i64 chunk) {
-    u32 length = (u32)job.chunk_numel;
-    if (is_dense(job)) return length;
+__device__ u32 select(Block& block, const Job& job, i64 chunk) {
+    if (is_dense(job)) return block.length;
     if (job.selection == TOP_K) {
-        mark_top_k(team, row, length, (u32)job.k);
+        mark_top_k(block, (u32)job.k);
     } else if (job.selection == THRESHOLD) {
-        u32 low = (u32)job.tau_bits, reaching = count_reaching(team, row, length, low);
-        mark_reaching(team, row, length, low, bin_end(low), reaching, (u32)job.counts[chunk]);
+        u32 low = (u32)job.tau_bits, reaching = count_reaching(block, low);
+        mark_reaching(block, low, bin_end(low), reaching, (u32)job.counts[chunk]);
     } else {
-        mark_shared(team, job, chunk);
+        mark_shared(block, job, chunk);
     }
-    return rank_marks(team, length);
+    return rank_marks(block, block.length);
 }
 
 // Call visit(index, entry) for everything selected.
 template <class Visit>
-__device__ void visit_selected(Team& team, const Job& job, Visit visit) {
-    u32 length = (u32)job.chunk_numel;
+__device__ void visit_selected(Block& block, const Job& job, Visit visit) {
     if (!is_dense(job)) {
-        visit_marks(team, length, visit);
+        visit_marks(block, block.length, visit);
         return;
     }
-    for (u32 i = team.rank; i < length; i += team.size) visit(i, i);
+    for (u32 i = block.rank; i < block.length; i += block.size) visit(i, i);
 }
 
 // --- values ----------------------------------------------------------------------------------------------------------
@@ -598,54 +592,53 @@ __device__ float dequantise(i64 values, u32 code, Scales scales) {
 }
 
 // Return the mean magnitude of what is sent: entry e into lane e % 32, then lanes in halves, as every kernel set does.
-__device__ float mean_magnitude(Team& team, const Job& job, const float* row, float* sent, u32 count) {
-    visit_selected(team, job, [&](u32 i, u32 entry) { sent[team.at(entry)] = fabsf(row[team.at(i)]); });
-    team.sync();
-    for (u32 lane = team.rank; lane < SUM_LANES; lane += team.size) {
+__device__ float mean_magnitude(Block& block, const Job& job, u32 count) {
+    visit_selected(block, job, [&](u32 i, u32 entry) { block.spare(entry) = fabsf(block.cell(i)); });
+    block.sync();
+    for (u32 lane = block.rank; lane < SUM_LANES; lane += block.size) {
         float sum = 0.0f;
-        for (u32 entry = lane; entry < count; entry += SUM_LANES) sum = sum + sent[team.at(entry)];
-        sent[team.at(lane)] = sum;
+        for (u32 entry = lane; entry < count; entry += SUM_LANES) sum = sum + block.spare(entry);
+        block.spare(lane) = sum;
     }
-    team.sync();
-    if (team.rank == 0u) {
+    block.sync();
+    if (block.rank == 0u) {
         for (u32 half = SUM_LANES >> 1; half; half >>= 1) {
             for (u32 lane = 0u; lane < half; lane++) {
-                sent[team.at(lane)] = sent[team.at(lane)] + sent[team.at(lane + half)];
+                block.spare(lane) = block.spare(lane) + block.spare(lane + half);
             }
         }
     }
-    team.sync();
-    return sent[team.at(0u)] / (float)(count ? count : 1u);
+    block.sync();
+    return block.spare(0u) / (float)(count ? count : 1u);
 }
 
 struct Extremes {
     u32 least, largest;
 };
 
-__device__ Extremes extremes_of(Team& team, const Job& job, const float* row) {
+__device__ Extremes extremes_of(Block& block, const Job& job) {
     u32 largest = 0u, below = 0u;
-    visit_selected(team, job, [&](u32 i, u32) {
-        u32 magnitude = magnitude_of(row[team.at(i)]);
-        largest = magnitude > largest ? magnitude : largest;
-        below = MAGNITUDE - magnitude > below ? MAGNITUDE - magnitude : below;
+    visit_selected(block, job, [&](u32 i, u32) {
+        largest = larger(largest, block.magnitude(i));
+        below = larger(below, MAGNITUDE - block.magnitude(i));
     });
-    largest = team.largest(largest);
-    return {MAGNITUDE - team.largest(below), largest};
+    largest = block.largest(largest);
+    return {MAGNITUDE - block.largest(below), largest};
 }
 
 // Write the scales of a chunk; return them as the receiver will read them.
-__device__ Scales put_scales(Team& team, const Job& job, const float* row, float* sent, u32 count, i64 chunk) {
+__device__ Scales put_scales(Block& block, const Job& job, u32 count, i64 chunk) {
     u32 first = 0u, second = 0u;
     if (job.values == INT8) {
-        first = bf16_up(__uint_as_float(extremes_of(team, job, row).largest) / 127.0f);
+        first = bf16_up(__uint_as_float(extremes_of(block, job).largest) / 127.0f);
     } else if (job.values == SIGN) {
-        first = saturated_bf16(mean_magnitude(team, job, row, sent, count));
+        first = saturated_bf16(mean_magnitude(block, job, count));
     } else if (job.values == SIGN2 && count) {
-        Extremes extremes = extremes_of(team, job, row);
+        Extremes extremes = extremes_of(block, job);
         first = extremes.least >> 16;
         second = bf16_up((__uint_as_float(extremes.largest) - bf16_value(first)) / 3.0f);
     }
-    if (team.rank == 0u && job.scales) {
+    if (block.rank == 0u && job.scales) {
         i64 position = 32 * job.own.scales + chunk * job.scales * 16;
         put(job.words, position, first, 16u);
         if (job.scales == 2) put(job.words, position + 16, second, 16u);
@@ -686,36 +679,36 @@ __device__ void put_index(const Job& job, Entries at, u32 count, u32 i, u32 entr
     }
 }
 
-__device__ u32 read_marks(Team& team, const u32* words, i64 position, u32 length) {
-    for (u32 word = team.rank; word < (length + 31u) >> 5; word += team.size) {
-        team.mark_word(word) = get(words, position + 32 * (i64)word, smaller(32u, length - 32u * word));
+__device__ u32 read_marks(Block& block, const u32* words, i64 position, u32 length) {
+    for (u32 word = block.rank; word < (length + 31u) >> 5; word += block.size) {
+        block.mark_word(word) = get(words, position + 32 * (i64)word, smaller(32u, length - 32u * word));
     }
-    return rank_marks(team, length);
+    return rank_marks(block, length);
 }
 
 // Call visit(index, entry) for a chunk's entries; return how many there are: the count, unless it is a lie.
 template <class Visit>
-__device__ u32 visit_entries(Team& team, const Job& job, const Section& section, Entries at, Visit visit) {
-    u32 length = (u32)job.chunk_numel, low = (u32)section.low_bits;
+__device__ u32 visit_entries(Block& block, const Job& job, const Section& section, Entries at, Visit visit) {
+    u32 length = block.length, low = (u32)section.low_bits;
     if (section.code == NO_INDEX) {
-        visit_selected(team, job, visit);
+        visit_selected(block, job, visit);
         return at.count;
     }
     if (section.code == PACKED) {
-        for (u32 entry = team.rank; entry < at.count; entry += team.size) {
+        for (u32 entry = block.rank; entry < at.count; entry += block.size) {
             visit(get(job.words, at.index_bit + entry * section.entry_bits, (u32)section.entry_bits), entry);
         }
         return at.count;
     }
     if (section.code == BITMAP) {
-        u32 found = read_marks(team, job.words, at.index_bit, length);
-        if (found == at.count) visit_marks(team, length, visit);
+        u32 found = read_marks(block, job.words, at.index_bit, length);
+        if (found == at.count) visit_marks(block, length, visit);
         return found;
     }
     u32 high_bits = at.count + ((length - 1u) >> low);
-    u32 found = read_marks(team, job.words, at.index_bit + (i64)at.count * low, high_bits);
+    u32 found = read_marks(block, job.words, at.index_bit + (i64)at.count * low, high_bits);
     if (found == at.count) {
-        visit_marks(team, high_bits, [&](u32 bit, u32 entry) {
+        visit_marks(block, high_bits, [&](u32 bit, u32 entry) {
             visit(((bit - entry) << low) | get(job.words, at.index_bit + (i64)entry * low, low), entry);
         });
     }
@@ -726,18 +719,16 @@ __device__ u32 visit_entries(Team& team, const Job& job, const Section& section,
 
 // Write what is sent of a chunk, and leave in `row` what is not.
 __device__ void send_chunk(Block& block, const Job& job, i64 chunk) {
-    Team& team = block.team;
-    float* row = block.row;
-    u32 count = select(team, job, row, chunk), broken = 0u;
+    u32 count = select(block, job, chunk), broken = 0u;
     Entries at = entries_of(job, job.own, chunk);
-    Scales scales = put_scales(team, job, row, block.turned, count, chunk);
-    visit_selected(team, job, [&](u32 i, u32 entry) {
-        float value = row[team.at(i)];
+    Scales scales = put_scales(block, job, count, chunk);
+    visit_selected(block, job, [&](u32 i, u32 entry) {
+        float value = block.cell(i);
         u32 code = quantise(job.values, value, scales);
         put_index(job, at, count, i, entry);
         put(job.words, at.value_bit + entry * job.value_bits, code, (u32)job.value_bits);
         float unsent = value - dequantise(job.values, code, scales);
-        row[team.at(i)] = job.stays == 0.0f ? unsent : unsent + job.stays * (value - unsent);
+        block.cell(i) = job.stays == 0.0f ? unsent : unsent + job.stays * (value - unsent);
         broken |= magnitude_of(value) >= INFINITE;
     });
     if (broken) atomicMax(job.answer, (u64)1);
@@ -748,7 +739,7 @@ extern "C" __global__ void RESIDENT encode_chunks(const Job job) {
         accumulate(block, job, first, here);
         by_team(block, first, here, [&](i64 chunk) { send_chunk(block, job, chunk); });
         if (!job.next_state) return;
-        by_coefficient(block, job, here, [&](u32 g, u32 k, float& cell) {
+        by_coefficient(block, here, [&](u32 g, u32 k, float& cell) {
             job.next_state[(first + g) * job.chunk_numel + k] = cell;
         });
     });
@@ -759,10 +750,10 @@ extern "C" __global__ void count_chunks(const Job job) {
     by_group(job, [&](Block& block, i64 first, u32 here) {
         accumulate(block, job, first, here);
         by_team(block, first, here, [&](i64 chunk) {
-            u32 length = (u32)job.chunk_numel, tau_bits = (u32)job.tau_bits;
-            u32 low = count_reaching(block.team, block.row, length, tau_bits);
-            u32 high = count_reaching(block.team, block.row, length, bin_end(tau_bits));
-            if (block.team.rank) return;
+            u32 tau_bits = (u32)job.tau_bits;
+            u32 low = count_reaching(block, tau_bits);
+            u32 high = count_reaching(block, bin_end(tau_bits));
+            if (block.rank) return;
             job.counts[chunk] = low;
             job.counts[job.chunks + chunk] = high;
         });
@@ -773,7 +764,7 @@ extern "C" __global__ void count_chunks(const Job job) {
 extern "C" __global__ void histogram_of_chunks(const Job job) {
     by_group(job, [&](Block& block, i64 first, u32 here) {
         accumulate(block, job, first, here);
-        by_coefficient(block, job, here, [&](u32, u32, float& cell) {
+        by_coefficient(block, here, [&](u32, u32, float& cell) {
             u32 bin = magnitude_of(cell) >> BIN_SHIFT;
             if (bin >= job.first) atomicAdd((u64*)job.counts + bin, (u64)1);
         });
@@ -785,28 +776,26 @@ extern "C" __global__ void histogram_of_chunks(const Job job) {
 // Add a chunk's payloads in the order given, and divide. Indices are unique within a payload, so no two threads add to
 // the same coefficient before they have met again.
 __device__ void add_payloads(Block& block, const Job& job, i64 chunk) {
-    Team& team = block.team;
-    float *total = block.row, *given = block.turned;
-    for (u32 i = team.rank; i < job.chunk_numel; i += team.size) {
-        total[team.at(i)] = 0.0f;
-        if (job.by_contributors) given[team.at(i)] = 0.0f;
+    for (u32 i = block.rank; i < block.length; i += block.size) {
+        block.cell(i) = 0.0f;
+        if (job.by_contributors) block.spare(i) = 0.0f;  // how many gave it
     }
-    if (job.sections[0].code == NO_INDEX) select(team, job, total, chunk);
-    team.sync();
+    if (job.sections[0].code == NO_INDEX) select(block, job, chunk);
+    block.sync();
     for (i64 sender = 0; sender < job.senders; sender++) {
         const Section section = job.sections[sender];
         Entries at = entries_of(job, section, chunk);
         Scales scales = get_scales(job, section, chunk);
-        visit_entries(team, job, section, at, [&](u32 i, u32 entry) {
+        visit_entries(block, job, section, at, [&](u32 i, u32 entry) {
             u32 code = get(job.words, at.value_bit + entry * job.value_bits, (u32)job.value_bits);
-            total[team.at(i)] = total[team.at(i)] + dequantise(job.values, code, scales);
-            if (job.by_contributors) given[team.at(i)] = given[team.at(i)] + 1.0f;
+            block.cell(i) = block.cell(i) + dequantise(job.values, code, scales);
+            if (job.by_contributors) block.spare(i) = block.spare(i) + 1.0f;
         });
-        team.sync();
+        block.sync();
     }
-    for (u32 i = team.rank; i < job.chunk_numel; i += team.size) {
-        float divisor = job.by_contributors ? fmaxf(given[team.at(i)], 1.0f) : (float)job.senders;
-        total[team.at(i)] = total[team.at(i)] / divisor;
+    for (u32 i = block.rank; i < block.length; i += block.size) {
+        float divisor = job.by_contributors ? fmaxf(block.spare(i), 1.0f) : (float)job.senders;
+        block.cell(i) = block.cell(i) / divisor;
     }
 }
 
@@ -818,7 +807,7 @@ extern "C" __global__ void RESIDENT decode_chunks(const Job job) {
             return;
         }
         u32 width = (u32)job.chunk_cols;
-        by_coefficient(block, job, here, [&](u32 g, u32 k, float& cell) {
+        by_coefficient(block, here, [&](u32 g, u32 k, float& cell) {
             store_element(job, first + g, k / width, k % width, cell * job.factor);
         });
     });
@@ -828,24 +817,23 @@ extern "C" __global__ void RESIDENT decode_chunks(const Job job) {
 
 // Return the least problem of a chunk that this thread of its team finds.
 __device__ u32 problem_of(Block& block, const Job& job, i64 chunk) {
-    Team& team = block.team;
     Entries at = entries_of(job, job.own, chunk);
     if (job.own.code != NO_INDEX) {
-        u32* picks = (u32*)block.row;
-        u32 found = visit_entries(team, job, job.own, at, [&](u32 i, u32 entry) { picks[team.at(entry)] = i; });
+        u32 found = visit_entries(block, job, job.own, at,
+                                  [&](u32 i, u32 entry) { block.cell(entry) = __uint_as_float(i); });
         if (found != at.count) return INDEX_PROBLEM;
-        team.sync();
-        for (u32 entry = team.rank; entry < at.count; entry += team.size) {
-            u32 i = picks[team.at(entry)];
-            if (i >= job.chunk_numel || (entry && i <= picks[team.at(entry - 1u)])) return INDEX_PROBLEM;
+        block.sync();
+        for (u32 entry = block.rank; entry < at.count; entry += block.size) {
+            u32 i = __float_as_uint(block.cell(entry));
+            if (i >= block.length || (entry && i <= __float_as_uint(block.cell(entry - 1u)))) return INDEX_PROBLEM;
         }
     }
-    for (u32 i = team.rank; i < job.scales; i += team.size) {
+    for (u32 i = block.rank; i < job.scales; i += block.size) {
         i64 position = 32 * job.own.scales + (chunk * job.scales + i) * 16;
         if (get(job.words, position, 16u) >= 0x7F80u) return SCALE_PROBLEM;
     }
     u32 infinite = job.values == FP32 ? INFINITE : job.values == BF16 ? 0x7F80u : 0x7C00u;
-    for (u32 entry = team.rank; job.values <= FP16 && entry < at.count; entry += team.size) {
+    for (u32 entry = block.rank; job.values <= FP16 && entry < at.count; entry += block.size) {
         u32 code = get(job.words, at.value_bit + entry * job.value_bits, (u32)job.value_bits);
         if ((code & infinite) == infinite) return VALUE_PROBLEM;
     }

@@ -36,6 +36,11 @@ _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float6
 _NO_PROBLEM = 4
 """More than any problem of a payload: kernels leave the least they find."""
 _LOW32 = (1 << 32) - 1
+_PLAN_FIELDS = (
+    *("rows", "cols", "chunk_rows", "chunk_cols", "grid_cols", "chunk_numel", "chunks"),
+    *("transformed", "selection", "k", "values"),
+)
+"""Those that a job has of its plan, by the same name."""
 
 
 class GpuKernels(PerTensorKernels):
@@ -118,8 +123,9 @@ class GpuKernels(PerTensorKernels):
             out.copy_(dense)
 
     def checksum(self, words: Tensor) -> int:
-        answer = _answer(words.device)
-        self._launch_items("add_checksum", words.numel(), Job(numel=words.numel(), words=words, answer=answer))
+        job, answer = Job(numel=words.numel()), _answer(words.device)
+        job.set(words=words, answer=answer)
+        self._launch_items("add_checksum", words.numel(), job)
         return int(answer) & _LOW32
 
     def mix_(
@@ -135,9 +141,8 @@ class GpuKernels(PerTensorKernels):
         # Each thread of a block has a float64 to add up.
         config = plan_item_launch(x.numel(), self._threads, shared_nbytes=8 * self._threads)
         distances = torch.empty(config.grid, dtype=torch.float64, device=x.device)
-        job = Job(element=_ELEMENTS[x.dtype], numel=x.numel(), memory=x, out=out, distances=distances)
-        if terms:
-            job.set(term_count=len(terms), terms=_list_records(terms, x.device))
+        job = Job(element=_ELEMENTS[x.dtype], numel=x.numel(), term_count=len(terms))
+        job.set(memory=x, out=out, distances=distances, terms=_list_records(terms, x.device) if terms else None)
         self._launch("mix", config, job)
         return distances.sum()
 
@@ -167,17 +172,7 @@ class GpuKernels(PerTensorKernels):
 def _plan_job(plan: TensorPlan, sample_key: SampleKey = NO_SAMPLE_KEY) -> Job:
     check_implemented("gpu", plan, _SELECTIONS, _CODES)
     return Job(
-        rows=plan.rows,
-        cols=plan.cols,
-        chunk_rows=plan.chunk_rows,
-        chunk_cols=plan.chunk_cols,
-        grid_cols=plan.grid_cols,
-        chunk_numel=plan.chunk_numel,
-        chunks=plan.chunks,
-        transformed=int(plan.transformed),
-        selection=int(plan.selection),
-        k=plan.k,
-        values=int(plan.values),
+        **{name: getattr(plan, name) for name in _PLAN_FIELDS},
         value_bits=plan.values.format.bits,
         scales=plan.values.format.scales,
         count_bits=plan.chunk_numel.bit_length(),

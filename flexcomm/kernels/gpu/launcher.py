@@ -59,13 +59,12 @@ class Job(ctypes.Structure):
     ]
     device: torch.device
 
-    def __init__(self, **fields: float | Tensor) -> None:
-        super().__init__()
+    def __init__(self, **numbers: float) -> None:
+        super().__init__(**numbers)
         self._held: list[Tensor] = []
-        self.set(**fields)
 
-    def set(self, **fields: float | Tensor | ctypes.Structure | None) -> None:
-        """Set fields: to a tensor's address, which is held for as long as this job.
+    def set(self, **fields: float | Tensor | None) -> None:
+        """Set fields: to a number, or to the address of a tensor, which is held for as long as this job.
 
         Memory given back before the launch could be given out again for another part of the same launch.
         """
@@ -73,7 +72,9 @@ class Job(ctypes.Structure):
             if isinstance(value, Tensor):
                 self._held.append(value)
                 self.device = value.device
-            setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value or 0)
+                setattr(self, name, value.data_ptr())
+            else:
+                setattr(self, name, value or 0)
 
 
 class CupyLauncher:
