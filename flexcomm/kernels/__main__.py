@@ -72,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compile_all(jobs: int) -> int:
+    # By a name that started processes can import: none of them imports a package's __main__ as such.
+    from flexcomm.kernels.__main__ import compile_ahead
     from flexcomm.kernels.cpu.compiler import kernel_folders
 
     start_s = time.monotonic()

@@ -25,6 +25,7 @@ from flexcomm.kernels import (
 )
 from flexcomm.kernels.__main__ import CALLS, compile_ahead
 from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection, transform, values
+from flexcomm.kernels.cpu.compiler import kernel_folders
 from flexcomm.kernels.cpu.kernels import share
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.coefficients import SEQUENCE, decode, encode, encode_bucket, plan_single, sent_coefficients
@@ -248,6 +249,15 @@ def test_a_second_process_compiles_nothing_again() -> None:
     command = [sys.executable, "-c", ENCODE_ONCE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "1 0\n"
+
+
+@pytest.mark.usefixtures("compiled_ahead")
+def test_the_command_compiles_everything_and_says_where_it_is() -> None:
+    """Takes as long as two interpreters need to import torch and numba."""
+    command = [sys.executable, "-m", "flexcomm.kernels", "--jobs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert f"{len(CALLS)} of {len(CALLS)}: " in done.stdout
+    assert str(kernel_folders()[0]) in done.stdout
 
 
 @pytest.mark.parametrize("length", [300, 257, 320])
