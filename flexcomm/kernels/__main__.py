@@ -27,7 +27,9 @@ def _exchange(plan: TensorPlan, kernels: Kernels) -> None:
     """Send ones from one sender to itself."""
     bucket = BufferPlan.of((TensorSpec("x", (plan.rows, plan.cols), torch.float32),), (plan,), 0)
     words, x = torch.empty(bucket.nwords, dtype=torch.int32), torch.ones(plan.rows, plan.cols)
-    kernels.encoder(bucket, words).encode_([x], None, None, StateUpdate(), step=0, sequence=0)
+    encoder, states = kernels.encoder(bucket, words), [torch.zeros(plan.state_shape)]
+    encoder.encode_([x], states, states, StateUpdate(), step=0, sequence=0)
+    encoder.rollback_([x], states, StateUpdate(), step=0)
     decoder = kernels.decoder(bucket, words, [Region("self", 0, bucket.nwords)])
     decoder.verify(step=0, sequence=0)
     decoder.decode_([x], step=0, average="nodes")

@@ -73,6 +73,40 @@ class StateUpdate(NamedTuple):
     alpha: float = 1.0
 
 
+class EpilogueKind(IntEnum):
+    """What becomes of an average."""
+
+    STORE = 0
+    """it is written"""
+    SIGN_STEP = 1
+    """the output moves against its sign: ``keep * out - lr * sign(average)``"""
+    PLAIN_STEP = 2
+    """the output moves against it: ``keep * out - average``"""
+
+
+class Epilogue(NamedTuple):
+    """What decoding does with averages; ``keep`` is what weight decay leaves of a parameter.
+
+    Steps are computed in float32, product and difference rounded each, and then to the output's dtype.
+    """
+
+    kind: EpilogueKind = EpilogueKind.STORE
+    lr: float = 0.0
+    keep: float = 1.0
+
+
+STORE = Epilogue()
+
+
+def apply_epilogue_(out: Tensor, average: Tensor, epilogue: Epilogue) -> None:
+    """Do with an average, in float32, what an epilogue says; kernels do so while they decode."""
+    if epilogue.kind is EpilogueKind.STORE:
+        out.copy_(average)
+    else:
+        step = average.sign().mul_(epilogue.lr) if epilogue.kind is EpilogueKind.SIGN_STEP else average
+        out.copy_(out.float().mul(epilogue.keep).sub_(step))
+
+
 class BucketEncoder(Protocol):
     """One buffer that is filled again and again; all is prepared that follows from the plan and the buffer."""
 

@@ -24,7 +24,7 @@ from flexcomm.kernels import (
     choose_kernels,
 )
 from flexcomm.kernels.__main__ import CALLS, compile_ahead
-from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection, transform, values
+from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection, tables, transform, values
 from flexcomm.kernels.cpu.compiler import kernel_folders
 from flexcomm.kernels.cpu.kernels import share
 from flexcomm.testing import KERNEL_LAWS
@@ -42,18 +42,19 @@ SMALLEST_SHARE = "flexcomm.kernels.cpu.kernels._SMALLEST_SHARE"
 BLOCK_NUMEL = "flexcomm.kernels.cpu.groups.BLOCK_NUMEL"
 KEPT = {
     *("accumulate_any", "accumulate_flat", "accumulate_plain", "accumulate_square", "check_headers", "check_values"),
-    *("count_reaching", "fill_histogram", "get_values", "mix_halves", "mix_many", "mix_two", "pick_above"),
-    *("pick_largest", "pick_shuffled", "pick_strided", "put_floats", "put_indices", "put_scaled", "read_counts"),
-    *("read_indices", "restore_any", "restore_flat", "restore_plain", "restore_square", "write_counts", "write_header"),
+    *("count_reaching", "fill_histogram", "get_values", "mix_halves", "mix_many", "mix_two", "pick_threshold"),
+    *("pick_top_k", "pick_random_k", "pick_striding", "put_floats", "put_indices", "put_scaled", "read_counts"),
+    *("read_indices", "restore_any", "restore_flat", "restore_plain", "restore_square", "put_counts", "write_header"),
+    *("add_sent", "run_stages"),
 }
-COMPILED = ("flexcomm.kernels.cpu.selection", "pick_largest")
+COMPILED = ("flexcomm.kernels.cpu.selection", "pick_top_k")
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
 def signatures() -> dict[str, list[str]]:
     """What every kernel was compiled for, or loaded for."""
-    modules = (checks, indices, mixing, selection, transform, values)
+    modules = (checks, indices, mixing, selection, tables, transform, values)
     kernels = {name: kernel for module in modules for name, kernel in vars(module).items() if name in KEPT}
     return {name: [str(signature) for signature in kernel.signatures] for name, kernel in kernels.items()}
 

@@ -8,6 +8,7 @@ addresses is compiled once for all arrays.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import llvmlite.binding as llvm
@@ -16,6 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from flexcomm.kernels import butterflies
+from flexcomm.kernels.base import EpilogueKind
 
 # Any: numba and llvmlite have no types to a type checker.
 Built = tuple[Any, Callable[[Any, Any, Any, Any], Any]]
@@ -26,8 +28,8 @@ LENGTH = 64
 """How many rows a codelet transforms."""
 LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
 """How many elements of each row: a vector."""
-BINS = 128
-"""Into how many running maxima :func:`dct_rows` sorts the magnitudes of a chunk."""
+SQUARE_BINS = 8 * LANES
+"""Into how many running maxima :func:`dct_rows` sorts the magnitudes of a chunk: half of a core's registers."""
 WINDOW = 64
 """How many numbers :func:`reaching` looks at."""
 
@@ -53,6 +55,16 @@ def _lowest_bit(_typing: Any, window: Any) -> Built:  # noqa: ARG001
 
 def _pointer_to(_typing: Any, address: Any) -> Built:  # noqa: ARG001
     return types.voidptr(types.int64), lambda _c, builder, _s, given: builder.inttoptr(given[0], _BYTE.as_pointer())
+
+
+def _call_stage(_typing: Any, stage: Any, row: Any, job: Any) -> Built:  # noqa: ARG001
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        number = ir.IntType(64)
+        kind = ir.FunctionType(number, [number.as_pointer()] * 2)
+        pointers = [builder.inttoptr(address, number.as_pointer()) for address in given[1:]]
+        return builder.call(builder.inttoptr(given[0], kind.as_pointer()), pointers)
+
+    return types.int64(types.int64, types.int64, types.int64), build
 
 
 def _reaching(_typing: Any, address: Any, bound: Any) -> Built:  # noqa: ARG001
@@ -89,6 +101,8 @@ lowest_bit = cast("Instruction", intrinsic(_lowest_bit))
 """The place of the lowest bit that is set; 64 if none is."""
 pointer_to = cast("Instruction", intrinsic(_pointer_to))
 """An address, as what ``numba.carray`` takes."""
+call_stage = cast("Instruction", intrinsic(_call_stage))
+"""Call the stage whose machine code is at an address, with two addresses; see :func:`.compiler.address_of`."""
 reaching = cast("Instruction", intrinsic(_reaching))
 """Which of the 64 float32 at an address reach a bound, given as bits, in magnitude: the first is the lowest bit."""
 prefetch = cast("Instruction", intrinsic(_prefetch))
@@ -116,12 +130,18 @@ def _turn(builder: Any, rows: Vectors) -> Vectors:
 
 
 def _transform(
-    builder: Any, program: butterflies.Program, load: Callable[[int], Any], finish: Callable[[int, Any], None]
+    builder: Any,
+    program: butterflies.Program,
+    load: Callable[[int], Any],
+    finish: Callable[[int, Any], None],
+    fetch: Callable[[int], None] | None = None,
 ) -> None:
     """Do the steps of a list: an input is loaded where it is used first, an output finished as soon as it is there.
 
     There are more rows than registers, and the compiler keeps to the order it is given: so the fewest are alive.
+    ``fetch`` is called for each row, evenly spread: a core has room for few lines of cache that are on their way.
     """
+    fetched = 0
 
     def times(factor: float, x: Any) -> Any:
         return builder.fmul(ir.Constant(_VECTOR, [float(factor)] * LANES), x)
@@ -131,6 +151,9 @@ def _transform(
     last = {row: number for number, (_, i, j) in enumerate(program.steps.tolist()) for row in (i, j)}
     rows: Vectors = [None] * program.height
     for number, (code, i, j) in enumerate(program.steps.tolist()):
+        while fetch is not None and fetched * len(program.steps) <= number * LENGTH and fetched < LENGTH:
+            fetch(fetched)
+            fetched += 1
         c0, c1, c2, c3 = program.factors[number].tolist()
         for row in (i, j):
             rows[row] = load(inputs[row]) if rows[row] is None else rows[row]
@@ -155,7 +178,7 @@ class _Emitter:
     def __init__(self, builder: Any, arguments: Any) -> None:
         self.builder = builder
         self.source, self.source_pitch, self.target, self.target_pitch = arguments[:4]
-        self.state, self.tops, self.ahead, self.decay, self.factor = arguments[4:]
+        self.state, self.tops, self.ahead, self.decay, self.factor, self.lr = arguments[4:]
 
     def at(self, memory: Any, pitch: Any, row: int, column: int = 0) -> Any:
         """Return the address of an element; a pitch is a number of elements."""
@@ -200,34 +223,42 @@ class _Emitter:
 
 
 def _dct_columns(emit: _Emitter) -> None:
-    for row in range(LENGTH):
-        emit.prefetch(row, emit.source_pitch)
-    _transform(
-        emit.builder,
-        _FORWARD,
-        emit.load_row,
-        emit.store_columns(lambda lane: emit.at(emit.target, emit.target_pitch, lane)),
-    )
+    """``tops`` are running maxima of the inputs' magnitudes, one for each lane."""
+    builder, magnitude = emit.builder, ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
+    tops = [emit.load(emit.tops, _INTS)]
+
+    def load(row: int) -> Any:
+        x = emit.load_row(row)
+        tops[0] = _larger(builder, builder.and_(builder.bitcast(x, _INTS), magnitude), tops[0])
+        return x
+
+    finish = emit.store_columns(lambda lane: emit.at(emit.target, emit.target_pitch, lane))
+    _transform(builder, _FORWARD, load, finish, lambda row: emit.prefetch(row, emit.source_pitch))
+    emit.store(tops[0], emit.tops)
+
+
+def _larger(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.icmp_signed(">", x, y), x, y)
 
 
 def _dct_rows(emit: _Emitter, *, of_state: bool) -> None:
     builder, decay, factor = emit.builder, emit.spread(emit.decay), emit.spread(emit.factor)
     magnitude = ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
-    tops: Vectors = [emit.load(emit.at(emit.tops, LANES, number), _INTS) for number in range(BINS // LANES)]
+    tops: Vectors = [emit.load(emit.at(emit.tops, LANES, number), _INTS) for number in range(SQUARE_BINS // LANES)]
 
     def finish(row: int, output: Any) -> None:
         y = builder.fmul(output, factor)
         if of_state:
             y = builder.fadd(builder.fmul(emit.load(emit.at(emit.state, LENGTH, row)), decay), y)
-            emit.prefetch(row, LENGTH)
         emit.store(y, emit.at(emit.target, LENGTH, row))
         # Rows that follow each other go to different maxima: coefficients decrease from row to row, and the largest
         # should spread over as many maxima as there are.
-        size, bits = builder.and_(builder.bitcast(y, _INTS), magnitude), row % len(tops)
-        tops[bits] = builder.select(builder.icmp_signed(">", size, tops[bits]), size, tops[bits])
+        size, number = builder.and_(builder.bitcast(y, _INTS), magnitude), row % len(tops)
+        tops[number] = _larger(builder, size, tops[number])
 
     done: dict[int, Any] = {}
-    _transform(builder, _FORWARD, emit.load_row, done.__setitem__)
+    fetch = (lambda row: emit.prefetch(row, LENGTH)) if of_state else None
+    _transform(builder, _FORWARD, emit.load_row, done.__setitem__, fetch)
     for row in range(LENGTH):
         finish(row, done[row])
     for number, top in enumerate(tops):
@@ -241,14 +272,21 @@ def _idct_columns(emit: _Emitter) -> None:
     _transform(builder, _BACK, emit.load_row, emit.store_columns(lambda lane: places[lane]))
 
 
-def _idct_rows(emit: _Emitter) -> None:
-    factor = emit.spread(emit.factor)
+def _idct_rows(emit: _Emitter, kind: EpilogueKind) -> None:
+    """``decay`` is what is left of the elements that step."""
+    builder, factor, keep, lr = emit.builder, *map(emit.spread, (emit.factor, emit.decay, emit.lr))
+    zero, sign = ir.Constant(_VECTOR, [0.0] * LANES), ir.Constant(_INTS, [-(2**31)] * LANES)
 
     def finish(row: int, output: Any) -> None:
-        emit.store(emit.builder.fmul(output, factor), emit.at(emit.target, emit.target_pitch, row))
-        emit.prefetch(row, emit.target_pitch)
+        y, place = builder.fmul(output, factor), emit.at(emit.target, emit.target_pitch, row)
+        if kind is EpilogueKind.SIGN_STEP:
+            bits = builder.or_(builder.and_(builder.bitcast(y, _INTS), sign), builder.bitcast(lr, _INTS))
+            y = builder.select(builder.fcmp_ordered("==", y, zero), zero, builder.bitcast(bits, _VECTOR))
+        if kind is not EpilogueKind.STORE:
+            y = builder.fsub(builder.fmul(emit.load(place), keep), y)
+        emit.store(y, place)
 
-    _transform(emit.builder, _BACK, emit.load_row, finish)
+    _transform(builder, _BACK, emit.load_row, finish, lambda row: emit.prefetch(row, emit.target_pitch))
 
 
 def _flat(emit: _Emitter, program: butterflies.Program) -> None:
@@ -281,13 +319,14 @@ def _codelet(name: str, body: Callable[[_Emitter], None]) -> Instruction:
         ahead: Any,  # noqa: ARG001
         decay: Any,  # noqa: ARG001
         factor: Any,  # noqa: ARG001
+        lr: Any,  # noqa: ARG001
     ) -> Built:
         def call(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
             builder.call(builder.module.globals.get(name) or define(builder.module), given)
             return context.get_dummy_value()
 
         def define(module: Any) -> Any:
-            kind = ir.FunctionType(ir.VoidType(), [*[_LONG] * 7, _FLOAT, _FLOAT])
+            kind = ir.FunctionType(ir.VoidType(), [*[_LONG] * 7, *[_FLOAT] * 3])
             function = ir.Function(module, kind, name)
             function.linkage = "internal"
             function.attributes.add("noinline")
@@ -297,7 +336,7 @@ def _codelet(name: str, body: Callable[[_Emitter], None]) -> Instruction:
             return function
 
         places = (types.int64,) * 7
-        return types.void(*places, types.float32, types.float32), call
+        return types.void(*places, *(types.float32,) * 3), call
 
     return cast("Instruction", intrinsic(build))
 
@@ -305,15 +344,19 @@ def _codelet(name: str, body: Callable[[_Emitter], None]) -> Instruction:
 _FORWARD, _BACK = butterflies.plan_dct(LENGTH), butterflies.plan_inverse_dct(LENGTH)
 dct_columns = _codelet("dct_columns", _dct_columns)
 """The DCT down 64 rows of memory, of some columns; the result is turned: each column's coefficients become a row."""
-dct_rows = _codelet("dct_rows", lambda emit: _dct_rows(emit, of_state=False))
+dct_rows = _codelet("dct_rows", partial(_dct_rows, of_state=False))
 """The DCT down the 64 rows of a tile, times ``factor``; ``tops`` are running maxima of magnitudes."""
-dct_rows_of_state = _codelet("dct_rows_of_state", lambda emit: _dct_rows(emit, of_state=True))
+dct_rows_of_state = _codelet("dct_rows_of_state", partial(_dct_rows, of_state=True))
 """The same, added to ``decay`` times the state."""
 idct_columns = _codelet("idct_columns", _idct_columns)
 """The inverse DCT down the 64 rows of a tile; the result is turned."""
-idct_rows = _codelet("idct_rows", _idct_rows)
+idct_rows = _codelet("idct_rows", partial(_idct_rows, kind=EpilogueKind.STORE))
 """The inverse DCT down the 64 rows of a tile, times ``factor``, to rows of memory."""
-dct_flat = _codelet("dct_flat", lambda emit: _flat(emit, _FORWARD))
+idct_rows_sign_step = _codelet("idct_rows_sign_step", partial(_idct_rows, kind=EpilogueKind.SIGN_STEP))
+"""The same, but rows of memory, times ``decay``, take a step of ``lr`` against its sign."""
+idct_rows_plain_step = _codelet("idct_rows_plain_step", partial(_idct_rows, kind=EpilogueKind.PLAIN_STEP))
+"""The same, but it is subtracted from rows of memory, times ``decay``."""
+dct_flat = _codelet("dct_flat", partial(_flat, program=_FORWARD))
 """The DCT along some rows of 64 elements, one behind the other, times ``factor``."""
-idct_flat = _codelet("idct_flat", lambda emit: _flat(emit, _BACK))
+idct_flat = _codelet("idct_flat", partial(_flat, program=_BACK))
 """The inverse of :func:`dct_flat`."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from flexcomm.kernels.cpu.cache import cache_folders, folder_of, share
@@ -62,6 +63,16 @@ def kept(function: Function) -> Function:
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     share(dispatcher, _SOURCES)
     return cast("Function", dispatcher)
+
+
+_NUMBERS = types.CPointer(types.int64)  # type: ignore[no-untyped-call]
+_STAGE = types.int64(_NUMBERS, _NUMBERS)
+
+
+def address_of(stage: Any) -> int:
+    """Return the address of a stage's machine code, compiled or loaded now: a C function of two pointers to int64."""
+    result = stage.get_compile_result(_STAGE)
+    return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
 
 
 def kernel_folders() -> list[Path]:

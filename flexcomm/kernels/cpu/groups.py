@@ -1,11 +1,11 @@
-"""Groups: the tensors of a bucket that are encoded alike, as tables that the loops can take."""
+"""Groups: the tensors of a bucket that go through the same stages, as tables that the stages can take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,139 +14,142 @@ from torch import Tensor
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu import transform
-from flexcomm.kernels.cpu.codelets import BINS, LANES, LENGTH, WINDOW
+from flexcomm.kernels.cpu.codelets import LANES, LENGTH, SQUARE_BINS, WINDOW
 from flexcomm.kernels.cpu.selection import SELECTIONS, bins_for
 from flexcomm.kernels.cpu.values import CODES
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout
 from flexcomm.kernels.plan import SampleKey, Selection, TensorPlan, check_implemented, threshold_bits
 
-Loop = Callable[..., Any]
+Stage = Callable[..., Any]
 
-BLOCK_NUMEL = 1 << 17
+BLOCK_NUMEL = 1 << 14
 """Elements that are worked on at a time, stage by stage: with their states, they stay in a core's second cache."""
 _CHUNKS_PER_WORD = 32
-"""So many chunks end at a word, whatever their number of bits: blocks that begin there share no word."""
+"""So many chunks end at a word, whatever their number of bits: threads that begin there share no word."""
+
+
+class ScratchSizes(NamedTuple):
+    """Numbers of floats (coefficients, tiles) and of integers that the stages of a block need."""
+
+    coefs: int
+    tiles: int
+    tops: int
+    memory: int
+    entries: int
 
 
 @dataclass
 class Group:
-    """Tensors with one kind of chunk, selection, index code and value code; ``numbers`` are their places in the bucket.
+    """Tensors whose chunks are transformed, selected and written by the same stages; ``numbers`` are their places.
 
-    ``blocks`` are the chunks that are worked on together, at most ``block_chunks``. A tensor whose number of entries
-    depends on the data is a group of its own. ``job`` holds what is the same for all blocks and calls.
+    ``blocks`` are ``[tensor, first chunk, last chunk]``, ``cuts`` those at which a thread may begin. A tensor whose
+    number of entries depends on the data is a group of its own.
     """
 
     numbers: list[int]
-    plan: TensorPlan
-    code: IndexCode
+    plans: list[TensorPlan]
     table: NDArray[np.int64]
-    job: NDArray[np.int64]
-    chunks: int
-    blocks: list[tuple[int, int]]
-    accumulate: Loop
-    restore: Loop
-    inverse_job: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    cuts: NDArray[np.int64]
+    accumulate: Stage
+    restore: Stage
     selection: Selection
-    block_chunks: int
-    tile_numel: int
-    holds: tuple[Any, ...] = field(repr=False)
-    """The lists whose addresses are in the jobs."""
+    sends_indices: bool
+    has_scales: bool
+    sizes: ScratchSizes
+    holds: list[Any] = field(repr=False)
+    """The lists whose addresses are in the table."""
     gain: float = float("nan")
 
-    def __post_init__(self) -> None:
-        self.numel = self.chunks * self.plan.chunk_numel
-        self.tops = max(int(self.job[t.BINS]), BINS)
-        self.memory_numel = max(2 * self.plan.chunk_numel + 4 * WINDOW, 3 * LENGTH * LENGTH)
+    @property
+    def is_variable(self) -> bool:
+        return self.plans[0].is_variable
+
+    @property
+    def numel(self) -> int:
+        return sum(plan.chunks * plan.chunk_numel for plan in self.plans)
+
+    def whole(self) -> NDArray[np.int64]:
+        """Return blocks that are whole tensors."""
+        return np.array([(row, 0, plan.chunks) for row, plan in enumerate(self.plans)], np.int64).reshape(-1, 3)
 
     def set_inputs(self, tensors: Sequence[Tensor], gain: float, keys: Sequence[SampleKey]) -> None:
         """Fill in where tensors are, what their coefficients are multiplied by, and the keys of a step."""
-        self.table[:, t.X] = [tensors[number].data_ptr() for number in self.numbers]
-        if gain != self.gain:
-            self.table[:, t.FACTOR], self.gain = int(np.float32(self.plan.scale(gain)).view(np.uint32)), gain
+        self.set_addresses(t.X, tensors)
+        self.set_gain(gain)
         if keys:
             self.table[:, t.KEY] = [keys[number].key for number in self.numbers]
             self.table[:, t.START] = [keys[number].start for number in self.numbers]
+
+    def set_gain(self, gain: float) -> None:
+        if gain != self.gain:
+            factors = np.array([plan.scale(gain) for plan in self.plans], np.float32)
+            self.table[:, t.FACTOR], self.gain = factors.view(np.uint32), gain
 
     def set_addresses(self, column: int, tensors: Sequence[Tensor]) -> None:
         """Fill in where tensors are."""
         self.table[:, column] = [tensors[number].data_ptr() for number in self.numbers]
 
-    def place(self, number: int, layout: Layout, position: int) -> None:
-        """Fill in where the payload of a tensor is."""
-        row = self.table[self.numbers.index(number)]
-        row[t.INDICES], row[t.SCALES], row[t.VALUES] = (
-            position + begin for begin in (layout.indices, layout.scales, layout.values)
-        )
-        row[t.LOW_BITS], row[t.ENTRY_BITS], row[t.CHUNK_BITS] = layout.low_bits, layout.entry_bits, layout.chunk_bits
-        self.code, self.job[t.CODE] = layout.code, int(layout.code)
 
-
-def plan_groups(plan: BufferPlan, shown_as: BufferPlan) -> list[Group]:
+def plan_groups(plan: BufferPlan, shown_as: BufferPlan, *, is_inverse: bool) -> list[Group]:
     """Return the groups of a bucket; ``shown_as`` says how its tensors lie in memory."""
     numbers: dict[Any, list[int]] = {}
     for number, (one, layout) in enumerate(zip(shown_as.plans, plan.layouts, strict=True)):
         check_implemented("cpu", one, SELECTIONS, CODES)
-        alike = (one.chunk_rows, one.chunk_cols, one.transformed, one.selection, one.k, one.values, layout.code)
+        scales, has_indices = one.values.format.scales > 0, layout.code is not IndexCode.NONE
+        alike = (_find_stages(one), one.sends_everything, one.selection, has_indices, scales)
         numbers.setdefault((number,) if one.is_variable else alike, []).append(number)
-    return [_make_group(plan, shown_as, own) for own in numbers.values()]
+    return [_make_group(plan, shown_as, own, is_inverse) for own in numbers.values()]
 
 
-def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int]) -> Group:
-    table, chunks = np.zeros((len(numbers), len(t.TENSOR)), np.int64), 0
-    for row, number in zip(table, numbers, strict=True):
-        one = shown_as.plans[number]
-        row[t.FIRST_CHUNK], row[t.CHUNKS] = chunks, one.chunks
-        row[t.ROWS], row[t.COLS] = one.rows, one.cols
-        row[t.CHUNK_ROWS], row[t.CHUNK_COLS] = one.chunk_rows, one.chunk_cols
-        row[t.GRID_COLS], row[t.NUMEL] = one.grid_cols, one.chunk_numel
-        row[t.FIRST_ENTRY], row[t.K] = 0 if one.is_variable else chunks * one.k, one.k
-        row[t.TAU_BITS] = threshold_bits(one.tau)
-        chunks += one.chunks
-    first, blocks = shown_as.plans[numbers[0]], _cut_blocks(table, shown_as.plans[numbers[0]].chunk_numel)
-    selection = Selection.EVERYTHING if first.sends_everything else first.selection
-    accumulate, restore = _find_loops(first)
-    # The transform of squares fills the maxima itself, as many as it has.
-    is_filled = accumulate is transform.accumulate_square and 2 * first.k <= BINS
-    job, inverse_job = np.zeros((2, len(t.JOB)), np.int64)
-    for one_job in (job, inverse_job):
-        one_job[t.VALUE_CODE], one_job[t.EVERYTHING] = int(first.values), int(selection is Selection.EVERYTHING)
-        one_job[t.BINS] = BINS if is_filled else bins_for(first.chunk_numel, first.k)
-        one_job[t.FILLS_BINS] = int(not is_filled)
-    holds = [_fill_lists(one, first, is_inverse=one is inverse_job) for one in (job, inverse_job)]
-    group = Group(
+def place(row: NDArray[np.int64], layout: Layout, position: int) -> None:
+    """Fill in where the payload of a tensor is, and how its indices are written."""
+    row[[t.INDICES, t.SCALES, t.VALUES]] = [position + one for one in (layout.indices, layout.scales, layout.values)]
+    row[[t.CODE, t.LOW_BITS, t.ENTRY_BITS, t.CHUNK_BITS]] = layout.coding
+
+
+def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_inverse: bool) -> Group:
+    plans = [shown_as.plans[number] for number in numbers]
+    table, entries, blocks, sizes, holds = np.zeros((len(numbers), len(t.TENSOR)), np.int64), 0, [], [], []
+    accumulate, restore = _find_stages(plans[0])
+    for number, (row, one) in enumerate(zip(table, plans, strict=True)):
+        # The transform of squares fills the maxima itself, as many as it has.
+        is_filled = accumulate is transform.accumulate_square and 2 * one.k <= SQUARE_BINS
+        row[[t.CHUNKS, t.ROWS, t.COLS, t.CHUNK_ROWS, t.CHUNK_COLS]] = (
+            one.chunks, one.rows, one.cols, one.chunk_rows, one.chunk_cols,
+        )  # fmt: skip
+        row[[t.GRID_COLS, t.NUMEL, t.K, t.FIRST_ENTRY]] = one.grid_cols, one.chunk_numel, one.k, entries
+        row[[t.TAU_BITS, t.VALUE_CODE]] = threshold_bits(one.tau), int(one.values)
+        row[t.EVERYTHING], row[t.FILLS_BINS] = one.sends_everything, not is_filled
+        row[t.BINS] = SQUARE_BINS if is_filled else bins_for(one.chunk_numel, one.k)
+        if one.transformed:
+            for column, side in ((t.DOWN, one.chunk_rows), (t.ALONG, one.chunk_cols)):
+                arrays = _list(side, is_inverse)
+                row[column : column + 4] = [*(array.ctypes.data for array in arrays), len(arrays[1])]
+                holds.append(arrays)
+        place(row, plan.layouts[numbers[number]], plan.positions[numbers[number]])
+        entries += one.entries
+        chunks = max(1, BLOCK_NUMEL // one.chunk_numel)
+        blocks += [(number, first, min(first + chunks, one.chunks)) for first in range(0, one.chunks, chunks)]
+        sizes.append(_scratch_sizes(one, min(chunks, one.chunks), max(int(row[t.BINS]), SQUARE_BINS)))
+    all_blocks = np.array(blocks, np.int64).reshape(-1, 3)
+    return Group(
         numbers,
-        first,
-        IndexCode.NONE,
+        plans,
         table,
-        job,
-        chunks,
-        blocks,
+        all_blocks,
+        np.flatnonzero(all_blocks[:, 1] % _CHUNKS_PER_WORD == 0),
         accumulate,
         restore,
-        inverse_job,
-        selection,
-        max((last - begin for begin, last in blocks), default=0),
-        _tile_numel(first),
-        tuple(holds),
+        Selection.EVERYTHING if plans[0].sends_everything else plans[0].selection,
+        plan.layouts[numbers[0]].code is not IndexCode.NONE,
+        plans[0].values.format.scales > 0,
+        ScratchSizes(*map(max, zip(*sizes, strict=True))),
+        holds,
     )
-    for number in numbers:
-        group.place(number, plan.layouts[number], plan.positions[number])
-    return group
 
 
-def _cut_blocks(table: NDArray[np.int64], numel: int) -> list[tuple[int, int]]:
-    most = max(1, BLOCK_NUMEL // numel // _CHUNKS_PER_WORD) * _CHUNKS_PER_WORD
-    blocks, begin, end = [], 0, 0
-    for offset, chunks in table[:, [t.FIRST_CHUNK, t.CHUNKS]].tolist():
-        end = offset + chunks
-        while end - begin > most:
-            cut = offset + max(0, (begin + most - offset) // _CHUNKS_PER_WORD * _CHUNKS_PER_WORD)
-            blocks.append((begin, cut))
-            begin = cut
-    return [*blocks, (begin, end)] if begin < end else blocks
-
-
-def _find_loops(plan: TensorPlan) -> tuple[Loop, Loop]:
+def _find_stages(plan: TensorPlan) -> tuple[Stage, Stage]:
     if not plan.transformed:
         return transform.accumulate_plain, transform.restore_plain
     if (plan.chunk_rows, plan.chunk_cols) == (LENGTH, LENGTH):
@@ -156,16 +159,6 @@ def _find_loops(plan: TensorPlan) -> tuple[Loop, Loop]:
     return transform.accumulate_any, transform.restore_any
 
 
-def _fill_lists(job: NDArray[np.int64], plan: TensorPlan, *, is_inverse: bool) -> tuple[Any, ...]:
-    """Fill in the lists of a chunk's columns and rows, and return them."""
-    if not plan.transformed:
-        return ()
-    lists = [_list(side, is_inverse) for side in (plan.chunk_rows, plan.chunk_cols)]
-    for column, arrays in zip((t.DOWN, t.ALONG), lists, strict=True):
-        job[column : column + 4] = [*(array.ctypes.data for array in arrays), len(arrays[1])]
-    return tuple(lists)
-
-
 @lru_cache(maxsize=64)
 def _list(length: int, is_inverse: bool) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     program = plan_inverse_dct(length) if is_inverse else plan_dct(length)
@@ -173,11 +166,12 @@ def _list(length: int, is_inverse: bool) -> tuple[NDArray[Any], NDArray[Any], ND
     return places, np.ascontiguousarray(program.steps), np.ascontiguousarray(program.factors)
 
 
-def _tile_numel(plan: TensorPlan) -> int:
-    """Return how many floats the loops need as scratch memory."""
-    least, many = max(4 * LENGTH * LENGTH, plan.chunk_numel), LANES if plan.chunk_rows == 1 else 1
-    if not plan.transformed:
-        return least
-    down, along = plan_dct(plan.chunk_rows).height, plan_dct(plan.chunk_cols).height
-    work = max(down * plan.chunk_cols, along * max(plan.chunk_rows, many))
-    return max(least, 2 * many * plan.chunk_numel + work)
+def _scratch_sizes(plan: TensorPlan, chunks: int, bins: int) -> ScratchSizes:
+    numel, many = plan.chunk_numel, LANES if plan.chunk_rows == 1 else 1
+    tiles = max(4 * LENGTH * LENGTH, numel)
+    if plan.transformed:
+        down, along = plan_dct(plan.chunk_rows).height, plan_dct(plan.chunk_cols).height
+        work = max(down * plan.chunk_cols, along * max(plan.chunk_rows, many))
+        tiles = max(tiles, 2 * many * numel + work)
+    memory = max(2 * numel + 4 * WINDOW, 3 * LENGTH * LENGTH)
+    return ScratchSizes(chunks * numel, tiles, chunks * bins, memory, chunks * min(plan.k, numel))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from flexcomm.kernels.base import Problem
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.bits import get_window, put_window
 from flexcomm.kernels.cpu.codelets import count_bits, lowest_bit
 from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs, compiled, kept
-from flexcomm.kernels.cpu.tables import chunk_span, entries_before, picks_of, tensor_of, words_of
+from flexcomm.kernels.cpu.tables import entries_before, picks_of, start_of, words_of
 from flexcomm.kernels.layout import IndexCode
 
 _PACKED = int(IndexCode.PACKED)
 _ELIAS_FANO = int(IndexCode.ELIAS_FANO)
+_INDEX = int(Problem.INDEX)
 _WINDOW_BITS = 64
 _ONE = np.uint64(1)
 
@@ -31,35 +33,31 @@ def put_numbers(words: FullWords, position: Int, width: Int, numbers: Ints, mask
 
 
 @kept
-def put_indices(table: Longs, job: Longs) -> None:
+def put_indices(row: Longs, job: Longs) -> Int:
     """Write the picks of chunks."""
-    number, chunk, words, code = tensor_of(table, job[t.FIRST]), job[t.FIRST], words_of(job), job[t.CODE]
-    while chunk < job[t.LAST]:
-        row = table[number]
-        begin, end = chunk_span(row, chunk, job[t.LAST])
-        low_bits = row[t.LOW_BITS]
-        for at in range(begin, end):
-            own, position = picks_of(row, job, 0, at), position_of(row, job, at)
-            if code == _PACKED:
-                put_numbers(words, position, row[t.ENTRY_BITS], own, (1 << row[t.ENTRY_BITS]) - 1)
-            elif code == _ELIAS_FANO:
-                put_numbers(words, position, low_bits, own, (1 << low_bits) - 1)
-                position += own.size * low_bits
-                for entry in range(own.size):
-                    bit = position + (own[entry] >> low_bits) + entry
-                    words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
-            else:
-                for entry in range(own.size):
-                    bit = position + own[entry]
-                    words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
-        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
+    words, code, low_bits = words_of(job), row[t.CODE], row[t.LOW_BITS]
+    for at in range(job[t.FIRST], job[t.LAST]):
+        own, position = picks_of(row, job, 0, at), position_of(row, job, at)
+        if code == _PACKED:
+            put_numbers(words, position, row[t.ENTRY_BITS], own, (1 << row[t.ENTRY_BITS]) - 1)
+        elif code == _ELIAS_FANO:
+            put_numbers(words, position, low_bits, own, (1 << low_bits) - 1)
+            position += own.size * low_bits
+            for entry in range(own.size):
+                bit = position + (own[entry] >> low_bits) + entry
+                words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
+        else:
+            for entry in range(own.size):
+                bit = position + own[entry]
+                words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
+    return 0
 
 
 @compiled
 def position_of(row: Longs, job: Longs, chunk: Int) -> Int:
     """Return the bit at which a chunk's indices begin."""
-    entry = entries_before(row, job, 0, chunk) - row[t.FIRST_ENTRY]
-    return 32 * (job[t.BUFFER] + row[t.INDICES]) + entry * row[t.ENTRY_BITS] + chunk * row[t.CHUNK_BITS]
+    entry = entries_before(row, job, 0, chunk)
+    return 32 * (start_of(job, 0) + row[t.INDICES]) + entry * row[t.ENTRY_BITS] + chunk * row[t.CHUNK_BITS]
 
 
 @compiled
@@ -92,13 +90,13 @@ def add_numbers(words: FullWords, position: Int, width: Int, picks: Ints) -> Non
 
 
 @compiled
-def get_indices(words: FullWords, position: Int, code: Int, row: Longs, picks: Ints) -> Int:
+def get_indices(words: FullWords, position: Int, row: Longs, picks: Ints) -> Int:
     """Fill ``picks`` with the indices of a chunk; return whether they increase and stay inside of it."""
     found, low_bits, numel = picks.size, row[t.LOW_BITS], row[t.NUMEL]
-    if code == _PACKED:
+    if row[t.CODE] == _PACKED:
         picks[:] = 0
         add_numbers(words, position, row[t.ENTRY_BITS], picks)
-    elif code == _ELIAS_FANO:
+    elif row[t.CODE] == _ELIAS_FANO:
         high, width = position + picks.size * low_bits, picks.size + ((numel - 1) >> low_bits)
         found = get_set_bits(words, high, width, picks)
         for entry in range(picks.size):
@@ -113,23 +111,33 @@ def get_indices(words: FullWords, position: Int, code: Int, row: Longs, picks: I
 
 
 @kept
-def read_indices(table: Longs, job: Longs) -> Int:
-    """Fill in the picks of a sender; return 0, or 1 + the first tensor whose indices are wrong."""
-    number, chunk, words = tensor_of(table, job[t.FIRST]), job[t.FIRST], words_of(job)
-    while chunk < job[t.LAST]:
-        row = table[number]
-        begin, end = chunk_span(row, chunk, job[t.LAST])
-        for at in range(begin, end):
-            if not get_indices(words, position_of(row, job, at), job[t.CODE], row, picks_of(row, job, 0, at)):
-                return 1 + number
-        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
+def read_indices(row: Longs, job: Longs) -> Int:
+    """Fill in the picks of one sender."""
+    words = words_of(job)
+    for at in range(job[t.FIRST], job[t.LAST]):
+        if not get_indices(words, position_of(row, job, at), row, picks_of(row, job, 0, at)):
+            return _INDEX
     return 0
 
 
 @kept
-def write_counts(words: FullWords, counts: Longs, width: Int) -> None:
-    for chunk in range(counts.size):
-        put_window(words, chunk * width, np.uint64(counts[chunk]), width)
+def put_counts(row: Longs, job: Longs) -> Int:
+    """Write how many entries each chunk has, in front of their indices."""
+    words, width = words_of(job), count_width(row)
+    begin = 32 * (row[t.INDICES] - -(-row[t.CHUNKS] * width // 32))
+    for at in range(job[t.FIRST], job[t.LAST]):
+        count = entries_before(row, job, 0, at + 1) - entries_before(row, job, 0, at)
+        put_window(words, begin + at * width, np.uint64(count), width)
+    return 0
+
+
+@compiled
+def count_width(row: Longs) -> Int:
+    """Return how many bits a count has."""
+    width = 0
+    while row[t.NUMEL] >> width:
+        width += 1
+    return width
 
 
 @kept

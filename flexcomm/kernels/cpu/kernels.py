@@ -1,4 +1,4 @@
-"""The CPU's kernel set: loops that numba compiles, stage by stage over blocks of chunks that stay in cache.
+"""The CPU's kernel set: stages that numba compiles, run one after the other on blocks of chunks that stay in cache.
 
 Tensors of other dtypes than float32 are converted before and after.
 """
@@ -9,19 +9,28 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache, partial
-from typing import TypeVar
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem, StateUpdate, Status
+from flexcomm.kernels.base import (
+    LARGEST_MAGNITUDE,
+    STORE,
+    Average,
+    Epilogue,
+    Problem,
+    StateUpdate,
+    Status,
+    apply_epilogue_,
+)
 from flexcomm.kernels.cpu import checks, indices, selection, transform, values
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu.codelets import LENGTH
-from flexcomm.kernels.cpu.groups import Group, plan_groups
+from flexcomm.kernels.cpu.compiler import address_of
+from flexcomm.kernels.cpu.groups import Group, ScratchSizes, Stage, place, plan_groups
 from flexcomm.kernels.cpu.mixing import mixer_of
 from flexcomm.kernels.layout import (
     HEADER_NWORDS,
@@ -29,24 +38,22 @@ from flexcomm.kernels.layout import (
     WORD_NBYTES,
     BufferPlan,
     Header,
-    IndexCode,
     Layout,
     Region,
     aligned,
     plan_layout,
 )
 from flexcomm.kernels.plan import BINS as HISTOGRAM_BINS
-from flexcomm.kernels.plan import Selection, entries_before, fill_up, raise_threshold, threshold_bits
+from flexcomm.kernels.plan import SampleKey, entries_before, fill_up, raise_threshold, threshold_bits
+
+Numbers = NDArray[np.int64]
+T = TypeVar("T")
 
 _SMALLEST_SHARE = 1 << 16
 """Elements below which a second thread costs more than it saves."""
-
 _MAGNITUDE = 0x7FFFFFFF
 _NO_LIMIT = _MAGNITUDE + 1
 """More than any magnitude, as bits: of tensors that have been checked."""
-_SQUARE = LENGTH * LENGTH
-
-T = TypeVar("T")
 
 
 class CpuKernels:
@@ -61,9 +68,14 @@ class CpuKernels:
         return CpuEncoder(plan, words, self._threads)
 
     def decoder(
-        self, plan: BufferPlan, words: Tensor, regions: Sequence[Region], decoded_as: BufferPlan | None = None
+        self,
+        plan: BufferPlan,
+        words: Tensor,
+        regions: Sequence[Region],
+        decoded_as: BufferPlan | None = None,
+        summed: int = 1,
     ) -> CpuDecoder:
-        return CpuDecoder(plan, words, regions, decoded_as or plan, self._threads)
+        return CpuDecoder(plan, words, regions, decoded_as or plan, summed, self._threads)
 
     def mix_(
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
@@ -77,16 +89,25 @@ _LINE = 32
 """Elements of the smallest dtype in a line of cache: threads that begin there share none."""
 
 
+class Encoded(NamedTuple):
+    """Blocks of a group whose states hold what was accumulated and, if ``is_sent``, no more what was sent of it."""
+
+    group: Group
+    blocks: Numbers
+    is_sent: bool
+
+
 class CpuEncoder:
     """A :class:`flexcomm.kernels.base.BucketEncoder`."""
 
     def __init__(self, plan: BufferPlan, words: Tensor, threads: int | None) -> None:
         self._plan, self._threads = plan, threads
         self._words = words.numpy().view(np.uint32)
-        self._groups = plan_groups(plan, plan)
-        self._has_doubles = any(spec.dtype is torch.float64 for spec in plan.specs)
-        for group in self._groups:
-            group.job[t.WORDS], group.job[t.NWORDS] = self._words.ctypes.data, self._words.size
+        self._groups = plan_groups(plan, plan, is_inverse=False)
+        self._stages = [_addresses(_encode_stages(group)) for group in self._groups]
+        self._job = _new_job(self._words)
+        self._before: dict[int, Numbers] = {}
+        """By tensor whose number of entries depends on the data: how many precede each chunk."""
 
     def encode_(
         self,
@@ -98,91 +119,193 @@ class CpuEncoder:
         step: int,
         sequence: int,
     ) -> int:
-        plan, keys = self._plan, self._plan.sample_keys(step) if self._plan.has_keys else []
-        inputs = [x if x.dtype is torch.float32 and x.is_contiguous() else _as_floats(x) for x in tensors]
-        # Found before anything is written: a state that is updated in place could not be restored. And what is finite
-        # as a float64 may not be so as a float32.
-        is_checked = self._has_doubles or _share_memory(states, states_out)
+        plan = self._plan
+        in_place = bool(states and states_out) and states[0].data_ptr() == states_out[0].data_ptr()  # type: ignore[index]
+        # Before anything is written: what was forgotten cannot be restored. And what is finite as a float64 may not be
+        # so as a float32.
+        is_checked = (in_place and update.decay == 0.0) or any(x.dtype is torch.float64 for x in tensors)
         if is_checked and (problem := _first_nonfinite(tensors)).word:
             self.mark_nonfinite_(step=step, sequence=sequence)
             return problem.word
         self._words.fill(0)
-        bits = np.array([update.decay, 1.0 - update.alpha], np.float32).view(np.uint32)
-        for group in self._groups:
-            group.set_inputs(inputs, update.gain, keys)
-            group.job[t.DECAY], group.job[t.STAYS] = bits
-            group.job[t.LIMIT] = _NO_LIMIT if is_checked else transform.LIMIT
-            if states is not None and states_out is not None:
-                group.set_addresses(t.STATE, states)
-                group.set_addresses(t.STATE_OUT, states_out)
-            else:
-                group.table[:, t.STATE : t.STATE_OUT + 1] = 0
-        entries, nwords, problems = plan.entries, plan.nwords, Problems()
+        held = self._set_inputs(tensors, states, states_out, update, step)
+        self._job[t.LIMIT] = _NO_LIMIT if is_checked else transform.LIMIT
+        entries, nwords = plan.entries, plan.nwords
+        problems: Problems = []
+        encoded: list[Encoded] = []
         if plan.is_variable:
-            entries, nwords, problems = self._encode_variable_()
-        for group in self._groups:
-            if not group.plan.is_variable:
-                for found in run(group, self._threads, partial(_encode_blocks, group)):
+            entries, nwords = self._encode_variable_(problems, encoded)
+        for group, stages in zip(self._groups, self._stages, strict=True):
+            if not group.is_variable:
+                for found, done in run(group, self._threads, partial(self._run, group, stages)):
                     problems += found
+                    encoded += done
         if problems:
+            if in_place and update.decay:
+                self._undo(encoded, update)
             self.mark_nonfinite_(step=step, sequence=sequence)
             return _first_of(problems, tensors).word
+        del held
         _write_header(self._words, Header(plan.digest, step, sequence, entries), nwords)
         return 0
+
+    def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
+        held = self._set_inputs(tensors, states, states, update, step)
+        self._undo([Encoded(group, group.blocks, is_sent=True) for group in self._groups], update)
+        del held
 
     def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
         nwords = HEADER_NWORDS if self._plan.variable_length else self._plan.nwords
         self._words[:nwords] = 0
         _write_header(self._words, Header(self._plan.digest, step, sequence, 0, NONFINITE), nwords)
 
-    def _encode_variable_(self) -> tuple[int, int, Problems]:
+    def _set_inputs(
+        self,
+        tensors: Sequence[Tensor],
+        states: Sequence[Tensor] | None,
+        states_out: Sequence[Tensor] | None,
+        update: StateUpdate,
+        step: int,
+    ) -> Sequence[Tensor]:
+        """Fill in the tables and the job; return the tensors that they point to."""
+        keys = self._plan.sample_keys(step) if self._plan.has_keys else []
+        inputs = [x if x.dtype is torch.float32 and x.is_contiguous() else _as_floats(x) for x in tensors]
+        self._job[[t.DECAY, t.SHARE]] = _bits(update.decay, 1.0 - update.alpha)
+        for group in self._groups:
+            group.set_inputs(inputs, update.gain, keys)
+            if states is not None and states_out is not None:
+                group.set_addresses(t.STATE, states)
+                group.set_addresses(t.STATE_OUT, states_out)
+            else:
+                group.table[:, [t.STATE, t.STATE_OUT]] = 0
+        return inputs
+
+    def _run(self, group: Group, stages: Numbers, begin: int, end: int) -> tuple[Problems, list[Encoded]]:
+        """Run stages on some blocks of a group; return what is wrong with them, and what was done to their states."""
+        scratch = _scratch.get(group.sizes)
+        job, blocks = scratch.start(self._job), group.blocks[begin:end]
+        self._use_counts(group, job)
+        status = int(t.run_stages(group.table, blocks, job, stages))
+        if status == 0:
+            return [], [Encoded(group, blocks, is_sent=len(stages) > 1)]
+        number, problem = status >> 8, Problem(status & 0xFF)
+        tensor, first, last = blocks[number].tolist()
+        failed = int(job[t.FAILED])
+        done, rest = ([[tensor, first, failed]], [[tensor, failed, last]])
+        encoded = [Encoded(group, blocks[:number], is_sent=len(stages) > 1)]
+        # The chunk that failed is accumulated if the problem was found later: in what was to be sent of it.
+        encoded.append(Encoded(group, np.array(done), is_sent=problem is Problem.STATE))
+        encoded += [Encoded(group, np.array(rest), is_sent=False)] if problem is Problem.STATE else []
+        return [(problem, group.numbers[tensor])], encoded
+
+    def _use_counts(self, group: Group, job: Numbers) -> None:
+        """Have a job use the counts of a tensor whose number of entries depends on the data, once they are known."""
+        before = self._before.get(group.numbers[0])
+        if before is not None:
+            job[[t.BEFORE, t.BEFORE_PITCH]] = before.ctypes.data, before.size
+
+    def _undo(self, encoded: list[Encoded], update: StateUpdate) -> None:
+        """Put back what was sent, and take out what was accumulated: m = (m' + alpha * sent - gain * x) / decay."""
+        for group, blocks, is_sent in encoded:
+            group.set_gain(-update.gain / update.decay)
+            job = _scratch.get(group.sizes).start(self._job)
+            self._use_counts(group, job)
+            job[[t.SENT, t.SENT_PITCH, t.LIMIT]] = job[t.COEFS], group.sizes.entries, _NO_LIMIT
+            job[[t.DECAY, t.SHARE]] = _bits(1.0 / update.decay, update.alpha)
+            sent = (*_read_stages(group), transform.add_sent) if is_sent else ()
+            t.run_stages(group.table, blocks, job, _addresses((*sent, group.accumulate)))
+
+    def _encode_variable_(self, problems: Problems, encoded: list[Encoded]) -> tuple[int, int]:
         """Write the payloads whose number of entries depends on the data, and find places for the others.
 
-        Returns how many entries there are in all, how long the buffer is, and what is wrong.
+        Returns how many entries there are in all, and how long the buffer is.
         """
-        groups = {number: group for group in self._groups for number in group.numbers}
-        variable = {number: _Variable(group) for number, group in groups.items() if group.plan.is_variable}
-        problems = [problem for one in variable.values() for problem in one.find_threshold(self._threads)]
+        rows = {number: row for group in self._groups for number, row in zip(group.numbers, group.table, strict=True)}
+        variable = [group for group in self._groups if group.is_variable]
+        # Where there are no states, coefficients need memory until they are sent.
+        held = {
+            group.numbers[0]: np.empty(group.numel, np.float32) for group in variable if not group.table[0, t.STATE]
+        }
+        for group in variable:
+            if group.numbers[0] in held:
+                group.table[0, t.STATE_OUT] = held[group.numbers[0]].ctypes.data
+        self._before.clear()
+        for group in variable:
+            for found, done in run(group, self._threads, partial(self._run, group, _addresses((group.accumulate,)))):
+                problems += found
+                encoded += done
+            self._before[group.numbers[0]] = self._find_counts(group)
         position, entries = HEADER_NWORDS, 0
         for number, (plan, layout) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):
-            sent = variable[number].entries if number in variable else plan.entries
-            found = plan_layout(plan, sent) if plan.variable_length else layout
-            groups[number].place(number, found, position)
-            position, entries = position + found.nwords, entries + sent
+            sent = int(self._before[number][-1]) if plan.is_variable else plan.entries
+            used = plan_layout(plan, sent) if plan.variable_length else layout
+            place(rows[number], used, position)
+            position, entries = position + used.nwords, entries + sent
         if not problems:
-            problems = [problem for one in variable.values() for problem in one.encode_(self._words)]
-        return entries, aligned(position), problems
+            encoded.clear()
+            for group in variable:
+                stages = _addresses((selection.pick_threshold, indices.put_counts, *_put_stages(group)))
+                found, done = self._run(group, stages, 0, len(group.blocks))
+                problems += found
+                encoded += done
+        return entries, aligned(position)
+
+    def _find_counts(self, group: Group) -> Numbers:
+        """Decide how many entries of each chunk are sent, and from which threshold on; return how many precede each."""
+        plan, job, whole = group.plans[0], _scratch.get(group.sizes).start(self._job), group.whole()
+
+        def count(bound: int) -> Tensor:
+            counts = np.zeros(plan.chunks, np.int64)
+            if bound <= _MAGNITUDE:
+                job[[t.BOUND, t.COUNTS]] = bound, counts.ctypes.data
+                t.run_stages(group.table, whole, job, _addresses((selection.count_reaching,)))
+            return torch.from_numpy(counts)
+
+        tau_bits = threshold_bits(plan.tau)
+        counts = count(tau_bits)
+        if int(counts.sum()) > plan.k:
+            bins = np.zeros(HISTOGRAM_BINS, np.int64)
+            job[t.COUNTS] = bins.ctypes.data
+            t.run_stages(group.table, whole, job, _addresses((selection.fill_histogram,)))
+            raised = raise_threshold(torch.from_numpy(bins), tau_bits, plan.k)
+            counts, tau_bits = fill_up(count(raised.low), count(raised.high), plan.k), raised.low
+        group.table[0, t.TAU_BITS] = tau_bits
+        return entries_before(counts).numpy()
 
 
 Problems = list[tuple[Problem, int]]
 """What is wrong, and with which tensor."""
 
 
-def _encode_blocks(group: Group, begin: int, end: int) -> Problems:
-    """Encode some blocks of a group, each stage by stage."""
-    problems: Problems = []
-    table, k, most = group.table, group.plan.k, group.block_chunks
-    numel = 0 if table[0, t.STATE_OUT] else most * group.plan.chunk_numel
-    scratch = _scratch.get(numel, group.tile_numel, most * group.tops, group.memory_numel, most * k, 1)
-    job = scratch.start(group.job)
-    for first, last in group.blocks[begin:end]:
-        job[t.FIRST], job[t.LAST], scratch.origins[0] = first, last, first * k
-        nonfinite = group.accumulate(table, job)
-        if nonfinite:
-            problems.append((Problem.NONFINITE, group.numbers[nonfinite - 1]))
-            continue
-        if group.selection is not Selection.EVERYTHING:
-            selection.PICKERS[group.selection](table, job)
-        problems += _put(group, job)
-    return problems
+def _encode_stages(group: Group) -> tuple[Stage, ...]:
+    picker = selection.PICKERS.get(group.selection)
+    return (group.accumulate, *((picker,) if picker else ()), *_put_stages(group))
 
 
-def _put(group: Group, job: NDArray[np.int64]) -> Problems:
-    """Write the indices and values of what was picked."""
-    if group.code is not IndexCode.NONE:
-        indices.put_indices(group.table, job)
-    wrong = (values.put_scaled if group.plan.values.format.scales else values.put_floats)(group.table, job)
-    return [(Problem.STATE, group.numbers[wrong - 1])] if wrong else []
+def _put_stages(group: Group) -> tuple[Stage, ...]:
+    put_values = values.put_scaled if group.has_scales else values.put_floats
+    return (indices.put_indices, put_values) if group.sends_indices else (put_values,)
+
+
+def _read_stages(group: Group) -> tuple[Stage, ...]:
+    """Return what finds the picks and values of a block."""
+    picker = indices.read_indices if group.sends_indices else selection.PICKERS.get(group.selection)
+    return (values.get_values, picker) if picker else (values.get_values,)
+
+
+@lru_cache(maxsize=256)
+def _addresses(stages: tuple[Stage, ...]) -> Numbers:
+    return np.array([address_of(stage) for stage in stages], np.int64)
+
+
+def _bits(*floats: float) -> NDArray[np.uint32]:
+    return np.array(floats, np.float32).view(np.uint32)
+
+
+def _new_job(words: NDArray[np.uint32]) -> Numbers:
+    job = np.zeros(len(t.JOB), np.int64)
+    job[[t.WORDS, t.NWORDS, t.SENDERS, t.IS_BLOCK]] = words.ctypes.data, words.size, 1, 1
+    return job
 
 
 def _first_of(problems: Problems, tensors: Sequence[Tensor]) -> Status:
@@ -190,63 +313,6 @@ def _first_of(problems: Problems, tensors: Sequence[Tensor]) -> Status:
     if any(problem is Problem.NONFINITE for problem, _ in problems):
         return _first_nonfinite(tensors)
     return Status(Problem.STATE, tensor=min(number for _, number in problems))
-
-
-class _Variable:
-    """One tensor whose number of entries depends on the data, while it is encoded."""
-
-    def __init__(self, group: Group) -> None:
-        self._group, self._before = group, np.zeros(group.chunks + 1, np.int64)
-        self._coefs = np.empty(0 if group.table[0, t.STATE_OUT] else group.numel, np.float32)
-        if self._coefs.size:
-            group.table[0, t.STATE_OUT] = self._coefs.ctypes.data
-
-    @property
-    def entries(self) -> int:
-        return int(self._before[-1])
-
-    def find_threshold(self, threads: int | None) -> Problems:
-        """Fill in the coefficients, and decide how many of each chunk are sent."""
-        group, plan = self._group, self._group.plan
-
-        def accumulate(begin: int, end: int) -> bool:
-            job = _scratch.get(0, group.tile_numel, group.block_chunks * group.tops, 0, 0, 1).start(group.job)
-            wrong = False
-            for job[t.FIRST], job[t.LAST] in group.blocks[begin:end]:
-                wrong |= bool(group.accumulate(group.table, job))
-            return wrong
-
-        def count(bound: int) -> Tensor:
-            counts = np.zeros(group.chunks, np.int64)
-            if bound <= _MAGNITUDE:
-                selection.count_reaching(group.table, group.job, bound, counts)
-            return torch.from_numpy(counts)
-
-        if any(run(group, threads, accumulate)):
-            return [(Problem.NONFINITE, group.numbers[0])]
-        tau_bits = threshold_bits(plan.tau)
-        counts = count(tau_bits)
-        if int(counts.sum()) > plan.k:
-            bins = np.zeros(HISTOGRAM_BINS, np.int64)
-            selection.fill_histogram(group.table, group.job, bins)
-            raised = raise_threshold(torch.from_numpy(bins), tau_bits, plan.k)
-            counts, tau_bits = fill_up(count(raised.low), count(raised.high), plan.k), raised.low
-        group.table[0, t.TAU_BITS] = tau_bits
-        self._before[:] = entries_before(counts).numpy()
-        return []
-
-    def encode_(self, words: NDArray[np.uint32]) -> Problems:
-        """Write the payload, at the place that the table says."""
-        group, width = self._group, self._group.plan.chunk_numel.bit_length()
-        # The counts come first, right before the indices.
-        begin = int(group.table[0, t.INDICES]) - -(-group.chunks * width // 32)
-        indices.write_counts(words[begin:], np.diff(self._before), width)
-        scratch = _scratch.get(0, group.tile_numel, 0, group.memory_numel, self.entries, 1)
-        job, scratch.origins[0] = scratch.start(group.job), 0
-        job[t.FIRST], job[t.LAST] = 0, group.chunks
-        job[t.BEFORE], job[t.BEFORE_PITCH] = self._before.ctypes.data, self._before.size
-        selection.pick_above(group.table, job)
-        return _put(group, job)
 
 
 class CpuDecoder:
@@ -258,13 +324,17 @@ class CpuDecoder:
         words: Tensor,
         regions: Sequence[Region],
         decoded_as: BufferPlan,
+        summed: int,
         threads: int | None,
     ) -> None:
         self._plan, self._decoded_as, self._threads = plan, decoded_as, threads
         self._words = words.numpy().view(np.uint32)
         self._regions = np.array([region[1:] for region in regions], np.int64)
-        self._groups = plan_groups(plan, decoded_as)
-        self._received = [_Received(group, self._regions[:, 0].tolist(), self._words) for group in self._groups]
+        starts = np.ascontiguousarray(self._regions[:, 0])
+        self._received = [
+            _Received(group, starts, _new_job(self._words), summed)
+            for group in plan_groups(plan, decoded_as, is_inverse=True)
+        ]
 
     def verify(self, *, step: int, sequence: int) -> int:
         plan = self._plan
@@ -279,11 +349,11 @@ class CpuDecoder:
                 return problem.word
             problems = [problem for received in self._received for problem in received.check(sender)]
             if problems:
-                number, kind = min(problems)
+                kind, number = min(problems, key=lambda found: found[::-1])
                 return Status(kind, sender, number).word
         return 0
 
-    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
+    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         keys = self._decoded_as.sample_keys(step) if self._decoded_as.has_keys else []
         filled = [
             out
@@ -291,12 +361,13 @@ class CpuDecoder:
             else torch.empty(out.shape, dtype=torch.float32, device="cpu")
             for out in outputs
         ]
-        for group, received in zip(self._groups, self._received, strict=True):
-            group.set_inputs(filled, 1.0, keys)
-            run(group, self._threads, partial(received.decode_blocks_, average == "contributors"))
-        for out, here in zip(outputs, filled, strict=True):
-            if here is not out:
-                out.copy_(here)
+        are_elsewhere = any(here is not out for out, here in zip(outputs, filled, strict=True))
+        for received in self._received:
+            received.set_inputs(filled, keys, average, STORE if are_elsewhere else epilogue)
+            run(received.group, self._threads, received.decode_blocks_)
+        if are_elsewhere:
+            for out, here in zip(outputs, filled, strict=True):
+                apply_epilogue_(out, here, epilogue)
 
     def _find_payloads(self, sender: int) -> Status:
         """Find the payloads of a buffer whose contents vary, and check their counts."""
@@ -314,12 +385,11 @@ class CpuDecoder:
                 sent = int(counts.sum())
                 if largest > plan.chunk_numel or sent > plan.k:
                     return Status(Problem.COUNTS, sender, number)
-                places[number].set_counts(sender, counts)
+                np.cumsum(counts, out=places[number].before[sender, 1:])
                 layout = plan_layout(plan, sent) if plan.variable_length else full
             if position + layout.nwords > nwords:
                 return Status(Problem.LENGTH, sender, number if plan.is_variable else 0)
-            if self._plan.variable_length:
-                places[number].place(sender, number, layout, position)
+            places[number].place(sender, number, layout, position)
             position, entries = position + layout.nwords, entries + sent
         if aligned(position) != nwords:
             return Status(Problem.LENGTH, sender)
@@ -330,87 +400,73 @@ class CpuDecoder:
 class _Received:
     """What several senders sent of the tensors of a group.
 
-    Indices are unpacked when they are checked. Where payloads are of variable length, ``tables`` says of each sender
-    where they are, and ``codes`` how its indices are written.
+    Indices are unpacked when they are checked. ``tables`` say of each sender where its payloads are; ``before`` how
+    many entries precede each chunk, if that depends on the data.
     """
 
-    def __init__(self, group: Group, starts: list[int], words: NDArray[np.uint32]) -> None:
-        self.group, self._starts, self._zeros = group, starts, _zeros(len(starts))
-        self._tables, self._codes = [group.table] * len(starts), [group.code] * len(starts)
-        self._is_shared = group.code is IndexCode.NONE and not group.plan.is_variable
-        entries = group.plan.k if group.plan.is_variable else group.chunks * group.plan.k
-        self._picks = np.zeros((len(starts), 0 if self._is_shared else entries), np.int32)
-        self._before = np.zeros((len(starts) if group.plan.is_variable else 0, group.chunks + 1), np.int64)
-        job = group.inverse_job
-        job[t.WORDS], job[t.NWORDS], job[t.SENDERS] = words.ctypes.data, words.size, len(starts)
-        job[t.PICKS], job[t.PICK_PITCH], job[t.PICK_ORIGINS] = (
-            self._picks.ctypes.data, self._picks.shape[1], self._zeros.ctypes.data,
-        )  # fmt: skip
-        if group.plan.is_variable:
-            job[t.BEFORE], job[t.BEFORE_PITCH] = self._before.ctypes.data, self._before.shape[1]
+    def __init__(self, group: Group, starts: Numbers, job: Numbers, summed: int) -> None:
+        self.group, self._starts, self._job = group, starts, job
+        is_variable, senders = group.is_variable, len(starts)
+        self._is_shared = not group.sends_indices and not is_variable
+        self._tables = np.repeat(group.table[None], senders, axis=0) if is_variable else group.table[None]
+        entries = sum(plan.entries for plan in group.plans)
+        self._picks = np.zeros((senders, 0 if self._is_shared else entries), np.int32)
+        self.before = np.zeros((senders if is_variable else 0, group.plans[0].chunks + 1), np.int64)
+        self._whole = group.whole()
+        job[[t.SENDERS, t.STARTS, t.DIVISOR]] = senders, starts.ctypes.data, senders * summed
+        job[[t.PICKS, t.PICK_PITCH, t.IS_BLOCK]] = self._picks.ctypes.data, self._picks.shape[1], 0
+        if is_variable:
+            job[[t.BEFORE, t.BEFORE_PITCH]] = self.before.ctypes.data, self.before.shape[1]
+            job[t.ROW_PITCH] = group.table.size
+        self._is_drawn = self._is_shared and group.selection in selection.PICKERS
 
-    def set_counts(self, sender: int, counts: NDArray[np.int64]) -> None:
-        np.cumsum(counts, out=self._before[sender, 1:])
+    @cached_property
+    def _check_stages(self) -> Numbers:
+        form = self.group.plans[0].values.format
+        checked = (values.check_values,) if form.scales or form.nonfinite_mask else ()
+        return _addresses((indices.read_indices, *checked) if self.group.sends_indices else checked)
+
+    @cached_property
+    def _decode_stages(self) -> Numbers:
+        drawn = (selection.PICKERS[self.group.selection],) if self._is_drawn else ()
+        return _addresses((values.get_values, *drawn, self.group.restore))
 
     def place(self, sender: int, number: int, layout: Layout, position: int) -> None:
         """Fill in where a sender's payload of a tensor is."""
-        self.group.place(number, layout, position)
-        self._tables[sender], self._codes[sender] = self.group.table.copy(), layout.code
+        place(self._tables[sender if self.group.is_variable else 0, self.group.numbers.index(number)], layout, position)
 
-    def check(self, sender: int) -> list[tuple[int, Problem]]:
-        """Return the tensors of a sender with wrong payloads, and what is wrong; unpack its indices."""
-        group, form, table, problems = self.group, self.group.plan.values.format, self._tables[sender], []
-        job = self._job_of(sender, group.inverse_job)
-        job[t.LAST], job[t.CODE] = group.chunks, int(self._codes[sender])
-        if self._codes[sender] is not IndexCode.NONE:
-            wrong = indices.read_indices(table, job)
-            problems = [(group.numbers[wrong - 1], Problem.INDEX)] if wrong else []
-        if form.scales or form.nonfinite_mask:
-            found = int(values.check_values(table, job, form.scales, form.bits, form.nonfinite_mask))
-            problems += [(group.numbers[found >> 8], Problem(found & 0xFF))] if found else []
-        return problems
+    def check(self, sender: int) -> Problems:
+        """Return the first tensor of a sender with a wrong payload, and what is wrong; unpack its indices."""
+        job, pitch = self._job.copy(), self._picks.strides[0]
+        job[[t.STARTS, t.PICKS]] = self._starts.ctypes.data + 8 * sender, self._picks.ctypes.data + sender * pitch
+        if self.group.is_variable:
+            job[t.BEFORE] += 8 * sender * job[t.BEFORE_PITCH]
+        table = self._tables[sender if self.group.is_variable else 0]
+        found = int(t.run_stages(table, self._whole, job, self._check_stages))
+        return [(Problem(found & 0xFF), self.group.numbers[found >> 8])] if found else []
 
-    def _job_of(self, sender: int, job: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a job about one sender alone."""
-        own = job.copy()
-        own[t.BUFFER], own[t.PICKS] = self._starts[sender], job[t.PICKS] + 4 * sender * job[t.PICK_PITCH]
-        if job[t.BEFORE]:
-            own[t.BEFORE] = job[t.BEFORE] + 8 * sender * job[t.BEFORE_PITCH]
-        return own
+    def set_inputs(
+        self, outputs: Sequence[Tensor], keys: Sequence[SampleKey], average: Average, epilogue: Epilogue
+    ) -> None:
+        """Fill in where outputs are, the keys of a step, and how averages are taken and used."""
+        self.group.set_inputs(outputs, 1.0, keys)
+        changing = [t.X, t.FACTOR, t.KEY, t.START]
+        self._tables[0][:, changing] = self.group.table[:, changing]
+        self._job[t.COUNTED] = average == "contributors" and not self._is_shared
+        self._job[[t.EPILOGUE, t.LR, t.KEEP]] = int(epilogue.kind), *_bits(epilogue.lr, epilogue.keep).tolist()
 
-    def decode_blocks_(self, counted: bool, begin: int, end: int) -> None:
-        """Write the averages of some blocks."""
+    def decode_blocks_(self, begin: int, end: int) -> None:
+        """Turn some blocks into averages, and use them."""
         group, senders = self.group, len(self._starts)
-        room = group.block_chunks * min(group.plan.k, group.plan.chunk_numel)
-        is_drawn = self._is_shared and group.selection is not Selection.EVERYTHING
-        scratch = _scratch.get(senders * room, group.tile_numel, 0, group.memory_numel, room, senders)
-        job, origins, picks = scratch.start(group.inverse_job), scratch.origins, group.inverse_job[_PICKS]
-        job[t.SENT], job[t.SENT_PITCH], job[t.COUNTED] = job[t.COEFS], room, int(counted and not self._is_shared)
-        if is_drawn:
-            job[t.PICK_PITCH] = 0
+        sizes = group.sizes._replace(coefs=senders * group.sizes.entries)
+        scratch = _scratch.get(sizes)
+        job = scratch.start(self._job)
+        if not self._is_drawn:
+            job[[t.PICKS, t.IS_BLOCK]] = self._job[[t.PICKS, t.IS_BLOCK]]
         else:
-            job[_PICKS] = picks
-        for first, last in group.blocks[begin:end]:
-            job[t.FIRST], job[t.LAST] = first, last
-            origins[:] = self._before[:, first] if group.plan.is_variable else first * group.plan.k
-            for sender, table in enumerate(self._tables):
-                own = self._job_of(sender, job) if senders > 1 else job
-                own[t.BUFFER], own[t.SENT] = self._starts[sender], job[t.SENT] + 4 * sender * room
-                own[t.ORIGINS] = job[t.ORIGINS] + 8 * sender
-                values.get_values(table, own)
-            if is_drawn:
-                selection.PICKERS[group.selection](group.table, job)
-            group.restore(group.table, job)
-
-
-@lru_cache(maxsize=64)
-def _zeros(count: int) -> NDArray[np.int64]:
-    return np.zeros(count, np.int64)
-
-
-def _share_memory(states: Sequence[Tensor] | None, states_out: Sequence[Tensor] | None) -> bool:
-    """Return whether states are updated in place."""
-    return bool(states and states_out) and states[0].data_ptr() == states_out[0].data_ptr()  # type: ignore[index]
+            job[[t.PICK_PITCH, t.IS_BLOCK]] = 0, 1
+        job[[t.SENT, t.SENT_PITCH]] = job[t.COEFS], sizes.entries
+        t.run_stages(self._tables[0], group.blocks[begin:end], job, self._decode_stages)
 
 
 def _as_floats(x: Tensor) -> Tensor:
@@ -433,27 +489,24 @@ def _write_header(words: NDArray[np.uint32], header: Header, nwords: int) -> Non
 
 
 class Scratch:
-    """Memory that loops work in, and a job that says where it is; ``origins`` are the first entries of a block."""
+    """Memory that stages work in, and a job that says where it is."""
 
-    def __init__(self, coefs: int, tiles: int, tops: int, memory: int, picks: int, senders: int) -> None:
-        floats, ints = (coefs, tiles), (tops, memory, picks)
+    def __init__(self, sizes: ScratchSizes) -> None:
         # Torch's memory begins at a line of cache, numpy's need not. Not as inference tensors: it is used again.
         with torch.inference_mode(False):
-            self._held = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in floats]
-            self._held += [torch.empty(numel, dtype=torch.int32, device="cpu") for numel in ints]
-            self.origins = torch.zeros(senders, dtype=torch.int64, device="cpu").numpy()
-        self._addresses = np.array([one.data_ptr() for one in self._held] + [self.origins.ctypes.data] * 2, np.int64)
+            self._held = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in sizes]
+        self._addresses = np.array([one.data_ptr() for one in self._held], np.int64)
         self._job = np.empty(len(t.JOB), np.int64)
 
-    def start(self, job: NDArray[np.int64]) -> NDArray[np.int64]:
+    def start(self, job: Numbers) -> Numbers:
         """Return a job that uses this memory; the one before is over."""
         self._job[:] = job
         self._job[_SCRATCH] = self._addresses
         return self._job
 
 
-_SCRATCH = np.array([t.COEFS, t.TILES, t.TOPS, t.MEMORY, t.PICKS, t.ORIGINS, t.PICK_ORIGINS])
-_PICKS = np.array([t.PICKS, t.PICK_PITCH, t.PICK_ORIGINS])
+_SCRATCH = [t.COEFS, t.TILES, t.TOPS, t.MEMORY, t.PICKS]
+"""Where the memory of each of ``ScratchSizes`` is told."""
 
 
 class _ScratchOfThread(threading.local):
@@ -481,9 +534,9 @@ def share(count: int, work: int, threads: int | None, multiple: int = 1) -> list
 
 def run(group: Group, threads: int | None, work: Callable[[int, int], T]) -> list[T]:
     """Work on the blocks of a group, by several threads if it is worth it; the answers in order."""
-    if len(group.blocks) < 2:
-        return [work(0, len(group.blocks))]
-    return run_shares(share(len(group.blocks), group.numel, threads), work)
+    shares = share(len(group.cuts), group.numel, threads)
+    ends = [*group.cuts.tolist(), len(group.blocks)]
+    return run_shares([(ends[first], ends[last]) for first, last in shares], work)
 
 
 def run_shares(shares: list[tuple[int, int]], work: Callable[[int, int], T]) -> list[T]:

@@ -9,8 +9,8 @@ import numpy as np
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.codelets import WINDOW, count_bits, lowest_bit, reaching
 from flexcomm.kernels.cpu.compiler import Int, Ints, Longs, compiled, kept
-from flexcomm.kernels.cpu.tables import chunk_span, coefs_at, ints_at, longs_at, picks_of, tensor_of
-from flexcomm.kernels.plan import BIN_SHIFT, Selection
+from flexcomm.kernels.cpu.tables import coefs_at, ints_at, longs_at, picks_of
+from flexcomm.kernels.plan import BIN_SHIFT, BINS, Selection
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _TWO_OCTAVES = 2 << 23
@@ -106,47 +106,43 @@ def drop_last(magnitudes: Ints, bound: Int, k: Int, picks: Ints, count: Int) -> 
 
 
 @kept
-def pick_largest(table: Longs, job: Longs) -> None:
+def pick_top_k(row: Longs, job: Longs) -> Int:
     """Pick the ``k`` largest magnitudes of every chunk; of equals those of lowest index.
 
     TOPS has so many BINS of running maxima for each chunk, which are filled here unless the transform did.
     """
-    number, chunk, bins = tensor_of(table, job[t.FIRST]), job[t.FIRST], job[t.BINS]
-    while chunk < job[t.LAST]:
-        row = table[number]
-        begin, end = chunk_span(row, chunk, job[t.LAST])
-        k, numel = row[t.K], row[t.NUMEL]
-        windows = -(-numel // WINDOW)
-        picks = ints_at(job[t.MEMORY], numel + WINDOW)
-        few = ints_at(job[t.MEMORY] + 4 * (numel + WINDOW), numel + 2 * WINDOW)
-        for at in range(begin, end):
-            address, chosen = coefs_at(row, job, at), picks_of(row, job, 0, at)
-            values = ints_at(address, numel)
+    k, numel, bins = row[t.K], row[t.NUMEL], row[t.BINS]
+    windows = -(-numel // WINDOW)
+    picks = ints_at(job[t.MEMORY], numel + WINDOW)
+    few = ints_at(job[t.MEMORY] + 4 * (numel + WINDOW), numel + 2 * WINDOW)
+    for at in range(job[t.FIRST], job[t.LAST]):
+        address, chosen = coefs_at(row, job, at), picks_of(row, job, 0, at)
+        values = ints_at(address, numel)
+        if bins:
+            maxima = ints_at(job[t.TOPS] + 4 * bins * (at - job[t.FIRST]), bins)
+            if row[t.FILLS_BINS]:
+                fill_maxima(values, maxima)
+            top = largest_of(maxima)
+            bound = bound_of_largest(maxima.ctypes.data, bins // WINDOW, k, max(0, top - _TWO_OCTAVES), top)
+        else:
+            fill_magnitudes(values, few)
+            address, top = few.ctypes.data, largest_of(few[: windows * WINDOW])
+            bound = bound_of_largest(address, windows, k, max(0, top - _TWO_OCTAVES), top)
+        # Zeros are never looked for: where they are needed, the first ones are taken.
+        bound = max(bound, 1)
+        count = collect(address, windows, bound, picks)
+        if count < k:
+            fill_up_with_zeros(picks, count, chosen)
+            continue
+        if count > k:
+            for entry in range(count):
+                few[entry] = values[picks[entry]] & _MAGNITUDE
             if bins:
-                maxima = ints_at(job[t.TOPS] + 4 * bins * (row[t.FIRST_CHUNK] + at - job[t.FIRST]), bins)
-                if job[t.FILLS_BINS]:
-                    fill_maxima(values, maxima)
-                top = largest_of(maxima)
-                bound = bound_of_largest(maxima.ctypes.data, bins // WINDOW, k, max(0, top - _TWO_OCTAVES), top)
-            else:
-                fill_magnitudes(values, few)
-                address, top = few.ctypes.data, largest_of(few[: windows * WINDOW])
-                bound = bound_of_largest(address, windows, k, max(0, top - _TWO_OCTAVES), top)
-            # Zeros are never looked for: where they are needed, the first ones are taken.
-            bound = max(bound, 1)
-            count = collect(address, windows, bound, picks)
-            if count < k:
-                fill_up_with_zeros(picks, count, chosen)
-                continue
-            if count > k:
-                for entry in range(count):
-                    few[entry] = values[picks[entry]] & _MAGNITUDE
-                if bins:
-                    count, bound = narrow(few, picks, count, k, bound, top)
-                drop_last(few, bound + 1, k, picks, count)
-            for entry in range(k):
-                chosen[entry] = picks[entry]
-        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
+                count, bound = narrow(few, picks, count, k, bound, top)
+            drop_last(few, bound + 1, k, picks, count)
+        for entry in range(k):
+            chosen[entry] = picks[entry]
+    return 0
 
 
 @compiled
@@ -188,39 +184,39 @@ def fill_up_with_zeros(picks: Ints, count: Int, chosen: Ints) -> None:
 
 
 @kept
-def count_reaching(table: Longs, job: Longs, bound: Int, counts: Longs) -> None:
-    """Count the magnitudes of each chunk of one tensor that reach a bound."""
-    row = table[0]
-    for at in range(counts.size):
-        values = ints_at(coefs_at(row, job, at), row[t.NUMEL])
-        count, limit = np.int32(0), np.int32(bound)
+def count_reaching(row: Longs, job: Longs) -> Int:
+    """Count the magnitudes of each chunk that reach a bound."""
+    counts, limit = longs_at(job[t.COUNTS], job[t.LAST]), np.int32(job[t.BOUND])
+    for at in range(job[t.FIRST], job[t.LAST]):
+        values, count = ints_at(coefs_at(row, job, at), row[t.NUMEL]), np.int32(0)
         for i in range(values.size):
             count += np.int32((values[i] & _MAGNITUDE) >= limit)
         counts[at] = count
+    return 0
 
 
 @kept
-def fill_histogram(table: Longs, job: Longs, bins: Longs) -> None:
-    """Count the magnitudes of one tensor by the upper half of their bits."""
-    row = table[0]
-    for at in range(row[t.CHUNKS]):
+def fill_histogram(row: Longs, job: Longs) -> Int:
+    """Count magnitudes by the upper half of their bits."""
+    bins = longs_at(job[t.COUNTS], BINS)
+    for at in range(job[t.FIRST], job[t.LAST]):
         values = ints_at(coefs_at(row, job, at), row[t.NUMEL])
         for i in range(values.size):
             bins[(values[i] & _MAGNITUDE) >> BIN_SHIFT] += 1
+    return 0
 
 
 @kept
-def pick_above(table: Longs, job: Longs) -> None:
-    """Pick the magnitudes of one tensor that reach its threshold: so many of each chunk as BEFORE says.
+def pick_threshold(row: Longs, job: Longs) -> Int:
+    """Pick the magnitudes that reach the tensor's threshold: so many of each chunk as BEFORE says.
 
     Where more reach it, the last of the threshold's own bin stay.
     """
-    row = table[0]
     numel, windows, tau = row[t.NUMEL], -(-row[t.NUMEL] // WINDOW), row[t.TAU_BITS]
     picks = ints_at(job[t.MEMORY], numel + WINDOW)
     few = ints_at(job[t.MEMORY] + 4 * (numel + WINDOW), numel + 2 * WINDOW)
     above = ((tau >> BIN_SHIFT) + 1) << BIN_SHIFT
-    for at in range(row[t.CHUNKS]):
+    for at in range(job[t.FIRST], job[t.LAST]):
         values, chosen = ints_at(coefs_at(row, job, at), numel), picks_of(row, job, 0, at)
         fill_magnitudes(values, few)
         count = collect(few.ctypes.data, windows, tau, picks) if tau else collect_all(picks, numel)
@@ -230,6 +226,7 @@ def pick_above(table: Longs, job: Longs) -> None:
             drop_last(few, above, chosen.size, picks, count)
         for entry in range(chosen.size):
             chosen[entry] = picks[entry]
+    return 0
 
 
 @compiled
@@ -251,70 +248,62 @@ def mix32(value: Int) -> Int:
 
 
 @kept
-def pick_shuffled(table: Longs, job: Longs) -> None:
+def pick_random_k(row: Longs, job: Longs) -> Int:
     """Pick ``k`` of every chunk from an order of its places that the key determines, from START on.
 
     Four rounds permute the numbers of so many bits; one that leaves the chunk is sent through again.
     """
-    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
-    while chunk < job[t.LAST]:
-        row = table[number]
-        begin, end = chunk_span(row, chunk, job[t.LAST])
-        numel, width = row[t.NUMEL], 1
-        while (1 << width) < numel:
-            width += 1
-        mask, half = np.uint32((1 << width) - 1), np.uint32((width + 1) >> 1)
-        marks = longs_at(job[t.MEMORY], -(-numel // WINDOW))
-        for at in range(begin, end):
-            key = mix32(np.uint32(row[t.KEY]) + np.uint32(at) * np.uint32(0x9E3779B9))
-            k0, k1 = mix32(key), mix32(np.uint32(key + np.uint32(1)))
-            k2, k3 = mix32(np.uint32(key + np.uint32(2))), mix32(np.uint32(key + np.uint32(3)))
-            marks[:] = 0
-            for entry in range(row[t.K]):
-                place = np.uint32((row[t.START] + entry) % numel)
-                while True:
-                    for turn in (k0, k1, k2, k3):
-                        place = np.uint32(np.uint32(place + turn) & mask)
-                        place = np.uint32(np.uint32(place * np.uint32(0x2C9277B5)) & mask)
-                        place ^= place >> half
-                    if place < numel:
-                        break
-                marks[place >> np.uint32(6)] |= np.int64(np.uint64(1) << np.uint64(place & np.uint32(63)))
-            chosen, found = picks_of(row, job, 0, at), 0
-            for word in range(marks.size):
-                bits = np.uint64(marks[word])
-                for _ in range(count_bits(bits)):
-                    chosen[found] = WINDOW * word + np.int64(lowest_bit(bits))
-                    bits &= bits - np.uint64(1)
-                    found += 1
-        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
+    numel, width = row[t.NUMEL], 1
+    while (1 << width) < numel:
+        width += 1
+    mask, half = np.uint32((1 << width) - 1), np.uint32((width + 1) >> 1)
+    marks = longs_at(job[t.MEMORY], -(-numel // WINDOW))
+    for at in range(job[t.FIRST], job[t.LAST]):
+        key = mix32(np.uint32(row[t.KEY]) + np.uint32(at) * np.uint32(0x9E3779B9))
+        k0, k1 = mix32(key), mix32(np.uint32(key + np.uint32(1)))
+        k2, k3 = mix32(np.uint32(key + np.uint32(2))), mix32(np.uint32(key + np.uint32(3)))
+        marks[:] = 0
+        for entry in range(row[t.K]):
+            place = np.uint32((row[t.START] + entry) % numel)
+            while True:
+                for turn in (k0, k1, k2, k3):
+                    place = np.uint32(np.uint32(place + turn) & mask)
+                    place = np.uint32(np.uint32(place * np.uint32(0x2C9277B5)) & mask)
+                    place ^= place >> half
+                if place < numel:
+                    break
+            marks[place >> np.uint32(6)] |= np.int64(np.uint64(1) << np.uint64(place & np.uint32(63)))
+        chosen, found = picks_of(row, job, 0, at), 0
+        for word in range(marks.size):
+            bits = np.uint64(marks[word])
+            for _ in range(count_bits(bits)):
+                chosen[found] = WINDOW * word + np.int64(lowest_bit(bits))
+                bits &= bits - np.uint64(1)
+                found += 1
+    return 0
 
 
 @kept
-def pick_strided(table: Longs, job: Longs) -> None:
+def pick_striding(row: Longs, job: Longs) -> Int:
     """Pick ``k`` of every chunk, evenly spaced, from START on."""
-    number, chunk = tensor_of(table, job[t.FIRST]), job[t.FIRST]
-    while chunk < job[t.LAST]:
-        row = table[number]
-        begin, end = chunk_span(row, chunk, job[t.LAST])
-        k, numel, start, turned = row[t.K], row[t.NUMEL], row[t.START], 0
-        # Places increase up to the end of the chunk, and go on at its beginning: those are the least.
-        while turned < k and turned * numel // k + start < numel:
-            turned += 1
-        pattern = picks_of(row, job, 0, begin)
+    k, numel, start, turned = row[t.K], row[t.NUMEL], row[t.START], 0
+    # Places increase up to the end of the chunk, and go on at its beginning: those are the least.
+    while turned < k and turned * numel // k + start < numel:
+        turned += 1
+    pattern = picks_of(row, job, 0, job[t.FIRST])
+    for entry in range(k):
+        pattern[entry] = ((entry + turned) % k * numel // k + start) % numel
+    for at in range(job[t.FIRST] + 1, job[t.LAST]):
+        chosen = picks_of(row, job, 0, at)
         for entry in range(k):
-            pattern[entry] = ((entry + turned) % k * numel // k + start) % numel
-        for at in range(begin + 1, end):
-            chosen = picks_of(row, job, 0, at)
-            for entry in range(k):
-                chosen[entry] = pattern[entry]
-        chunk, number = row[t.FIRST_CHUNK] + end, number + 1
+            chosen[entry] = pattern[entry]
+    return 0
 
 
-PICKERS: dict[Selection, Callable[[Longs, Longs], None]] = {
-    Selection.TOP_K: pick_largest,
-    Selection.RANDOM_K: pick_shuffled,
-    Selection.STRIDING: pick_strided,
+PICKERS: dict[Selection, Callable[[Longs, Longs], Int]] = {
+    Selection.TOP_K: pick_top_k,
+    Selection.RANDOM_K: pick_random_k,
+    Selection.STRIDING: pick_striding,
 }
 """The loops by selection, of those that send a fixed number of entries."""
 SELECTIONS = (Selection.EVERYTHING, Selection.THRESHOLD, *PICKERS)

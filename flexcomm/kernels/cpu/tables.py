@@ -1,7 +1,7 @@
-"""What the loops are given: one row of numbers for each tensor of a group, addresses included.
+"""What the stages are given: the numbers of a tensor, and those of a job, addresses included.
 
-A group is the tensors of a bucket that are encoded alike; its chunks are counted through. Plain numbers instead of
-records of arrays: numba compiles several times as long for the latter, and unpacks them at every call.
+A stage is a loop over chunks FIRST to LAST of one tensor. Its arguments are two pointers to plain numbers, so that all
+stages have one signature, and :func:`run_stages` goes through the blocks of a bucket without Python.
 """
 
 from __future__ import annotations
@@ -9,48 +9,69 @@ from __future__ import annotations
 import numpy as np
 from numba.np.numpy_support import carray
 
-from flexcomm.kernels.cpu.codelets import pointer_to
-from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, Ints, Longs, compiled
+from flexcomm.kernels.cpu.codelets import call_stage, pointer_to
+from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Halves, Int, Ints, Longs, compiled, kept
 
 TENSOR = (
     "X", "STATE", "STATE_OUT", "FACTOR", "KEY", "START",
-    "FIRST_CHUNK", "CHUNKS", "ROWS", "COLS", "CHUNK_ROWS", "CHUNK_COLS", "GRID_COLS", "NUMEL",
-    "FIRST_ENTRY", "K", "INDICES", "SCALES", "VALUES", "LOW_BITS", "ENTRY_BITS", "CHUNK_BITS", "TAU_BITS",
+    "CHUNKS", "ROWS", "COLS", "CHUNK_ROWS", "CHUNK_COLS", "GRID_COLS", "NUMEL", "K", "FIRST_ENTRY", "TAU_BITS",
+    "CODE", "LOW_BITS", "ENTRY_BITS", "CHUNK_BITS", "INDICES", "SCALES", "VALUES",
+    "VALUE_CODE", "EVERYTHING", "BINS", "FILLS_BINS",
+    "DOWN", "DOWN_STEPS", "DOWN_FACTORS", "DOWN_COUNT", "ALONG", "ALONG_STEPS", "ALONG_FACTORS", "ALONG_COUNT",
 )  # fmt: skip
-"""The columns of a table.
+"""The columns of a table of tensors.
 
 The first six change from call to call: addresses of tensor and states, the factor of coefficients as the bits of a
-float32, and the sample key. FIRST_CHUNK and FIRST_ENTRY count through the group; INDICES, SCALES and VALUES are the
-words of a buffer at which sections begin.
+float32, and the sample key. FIRST_ENTRY counts through the table; INDICES, SCALES and VALUES are the words of a buffer
+at which sections begin. Whether EVERYTHING is sent, whether the selection FILLS_BINS itself; the rest are the
+lists of the transform, for columns (DOWN) and rows (ALONG).
 """
 (
     X, STATE, STATE_OUT, FACTOR, KEY, START,
-    FIRST_CHUNK, CHUNKS, ROWS, COLS, CHUNK_ROWS, CHUNK_COLS, GRID_COLS, NUMEL,
-    FIRST_ENTRY, K, INDICES, SCALES, VALUES, LOW_BITS, ENTRY_BITS, CHUNK_BITS, TAU_BITS,
+    CHUNKS, ROWS, COLS, CHUNK_ROWS, CHUNK_COLS, GRID_COLS, NUMEL, K, FIRST_ENTRY, TAU_BITS,
+    CODE, LOW_BITS, ENTRY_BITS, CHUNK_BITS, INDICES, SCALES, VALUES,
+    VALUE_CODE, EVERYTHING, BINS, FILLS_BINS,
+    DOWN, DOWN_STEPS, DOWN_FACTORS, DOWN_COUNT, ALONG, ALONG_STEPS, ALONG_FACTORS, ALONG_COUNT,
 ) = range(len(TENSOR))  # fmt: skip
 
 JOB = (
-    "FIRST", "LAST", "LIMIT", "DECAY", "STAYS", "CODE", "VALUE_CODE", "BINS", "FILLS_BINS",
-    "SENDERS", "EVERYTHING", "COUNTED", "WORDS", "NWORDS", "BUFFER",
-    "COEFS", "TILES", "TOPS", "MEMORY", "PICKS", "PICK_PITCH", "ORIGINS", "PICK_ORIGINS", "SENT", "SENT_PITCH",
-    "BEFORE", "BEFORE_PITCH", "DOWN", "DOWN_STEPS", "DOWN_FACTORS", "DOWN_COUNT",
-    "ALONG", "ALONG_STEPS", "ALONG_FACTORS", "ALONG_COUNT",
+    "FIRST", "LAST", "FAILED", "LIMIT", "DECAY", "SHARE", "WORDS", "NWORDS",
+    "SENDERS", "STARTS", "ROW_PITCH", "COUNTED", "DIVISOR", "EPILOGUE", "LR", "KEEP",
+    "COEFS", "TILES", "TOPS", "MEMORY", "PICKS", "PICK_PITCH", "IS_BLOCK", "SENT", "SENT_PITCH",
+    "BEFORE", "BEFORE_PITCH", "BOUND", "COUNTS",
 )  # fmt: skip
-"""What a loop is told beside a table.
+"""What a stage is told beside a tensor.
 
-Chunks FIRST to LAST of the group; bits of the float32 DECAY, of STAYS, the share of what is sent that is not taken out,
-and of LIMIT, which elements must not reach; codes of indices and values; whether EVERYTHING was sent, and contributors
-are COUNTED; the buffers (WORDS, and where the sender's own begins in them, BUFFER). The rest are addresses of memory,
-pitches and lengths: COEFS of a block whose tensors have no states, scratch (TILES, TOPS, MEMORY), picks and sent
-values, by sender, with the entry they begin with (ORIGINS), how many entries are BEFORE each chunk, and lists.
+Chunks FIRST to LAST, and where a stage that found a problem stopped (FAILED); bits of the float32 DECAY, of the SHARE
+of what is sent that stays in the state, and of LIMIT, which elements must not reach; the buffers (WORDS), and of each
+of the SENDERS where its own begins (STARTS) and its row of the table (ROW_PITCH, 0 if all have the same); whether
+contributors are COUNTED, else the DIVISOR of sums; the epilogue, and the bits of its LR and KEEP. The rest are
+addresses, pitches and lengths: COEFS of a block whose tensor has no state, scratch (TILES, TOPS, MEMORY), PICKS and
+SENT values by sender, of the block alone if IS_BLOCK, how many entries are BEFORE each chunk, and COUNTS of what
+reaches a BOUND.
 """
 (
-    FIRST, LAST, LIMIT, DECAY, STAYS, CODE, VALUE_CODE, BINS, FILLS_BINS,
-    SENDERS, EVERYTHING, COUNTED, WORDS, NWORDS, BUFFER,
-    COEFS, TILES, TOPS, MEMORY, PICKS, PICK_PITCH, ORIGINS, PICK_ORIGINS, SENT, SENT_PITCH,
-    BEFORE, BEFORE_PITCH, DOWN, DOWN_STEPS, DOWN_FACTORS, DOWN_COUNT,
-    ALONG, ALONG_STEPS, ALONG_FACTORS, ALONG_COUNT,
+    FIRST, LAST, FAILED, LIMIT, DECAY, SHARE, WORDS, NWORDS,
+    SENDERS, STARTS, ROW_PITCH, COUNTED, DIVISOR, EPILOGUE, LR, KEEP,
+    COEFS, TILES, TOPS, MEMORY, PICKS, PICK_PITCH, IS_BLOCK, SENT, SENT_PITCH,
+    BEFORE, BEFORE_PITCH, BOUND, COUNTS,
 ) = range(len(JOB))  # fmt: skip
+
+
+@kept
+def run_stages(table: Longs, blocks: Longs, job: Longs, stages: Longs) -> Int:
+    """Run all stages on each block, ``[tensor, first chunk, last chunk]``; stop at the first problem.
+
+    Returns 0, or ``256 * number of the block + problem``, which the stage found in chunk FAILED.
+    """
+    pitch = 8 * table.shape[1]
+    for number in range(blocks.shape[0]):
+        job[FIRST], job[LAST] = blocks[number, 1], blocks[number, 2]
+        for stage in range(stages.size):
+            problem = call_stage(stages[stage], table.ctypes.data + pitch * blocks[number, 0], job.ctypes.data)
+            if problem:
+                return 256 * number + problem
+    return 0
 
 
 @compiled
@@ -69,6 +90,11 @@ def longs_at(address: Int, numel: Int) -> Longs:
 
 
 @compiled
+def halves_at(address: Int, numel: Int) -> Halves:
+    return carray(pointer_to(address), numel, np.uint16)
+
+
+@compiled
 def words_of(job: Longs) -> FullWords:
     return carray(pointer_to(job[WORDS]), job[NWORDS], np.uint32)
 
@@ -79,18 +105,9 @@ def float_of(bits: Int) -> Float:
 
 
 @compiled
-def tensor_of(table: Longs, chunk: Int) -> Int:
-    """Return the tensor that a chunk of the group belongs to."""
-    number = 0
-    while number + 1 < table.shape[0] and chunk >= table[number, FIRST_CHUNK] + table[number, CHUNKS]:
-        number += 1
-    return number
-
-
-@compiled
-def chunk_span(row: Longs, chunk: Int, last: Int) -> tuple[Int, Int]:
-    """Return which chunks of a tensor are meant by those of the group from ``chunk`` on, up to ``last``."""
-    return chunk - row[FIRST_CHUNK], min(last - row[FIRST_CHUNK], row[CHUNKS])
+def start_of(job: Longs, sender: Int) -> Int:
+    """Return the word at which the buffer of a sender begins."""
+    return longs_at(job[STARTS], sender + 1)[sender] if job[STARTS] else 0
 
 
 @compiled
@@ -98,7 +115,7 @@ def coefs_at(row: Longs, job: Longs, chunk: Int) -> Int:
     """Return the address of a chunk's coefficients: in its state or, if it has none, in the memory of a block."""
     if row[STATE_OUT]:
         return row[STATE_OUT] + 4 * chunk * row[NUMEL]
-    return job[COEFS] + 4 * (row[FIRST_CHUNK] + chunk - job[FIRST]) * row[NUMEL]
+    return job[COEFS] + 4 * (chunk - job[FIRST]) * row[NUMEL]
 
 
 @compiled
@@ -106,20 +123,20 @@ def entries_before(row: Longs, job: Longs, sender: Int, chunk: Int) -> Int:
     """Return how many entries of a tensor precede a chunk: BEFORE says, if their number depends on the data."""
     if job[BEFORE]:
         return longs_at(job[BEFORE], (sender + 1) * job[BEFORE_PITCH])[sender * job[BEFORE_PITCH] + chunk]
-    return row[FIRST_ENTRY] + chunk * row[K]
+    return chunk * row[K]
 
 
 @compiled
 def picks_of(row: Longs, job: Longs, sender: Int, chunk: Int) -> Ints:
     """Return the picks of a chunk; a pitch of 0 says that they are the same for all senders."""
-    origin = longs_at(job[PICK_ORIGINS], sender + 1)[sender]
     begin, end = entries_before(row, job, sender, chunk), entries_before(row, job, sender, chunk + 1)
+    origin = entries_before(row, job, sender, job[FIRST]) if job[IS_BLOCK] else -row[FIRST_ENTRY]
     return ints_at(job[PICKS] + 4 * (sender * job[PICK_PITCH] + begin - origin), end - begin)
 
 
 @compiled
 def sent_of(row: Longs, job: Longs, sender: Int, chunk: Int) -> Floats:
-    """Return the memory of the values that a sender sent of a chunk."""
-    origin = longs_at(job[ORIGINS], sender + 1)[sender]
+    """Return the memory of the values that a sender sent of a chunk of this block."""
     begin, end = entries_before(row, job, sender, chunk), entries_before(row, job, sender, chunk + 1)
+    origin = entries_before(row, job, sender, job[FIRST])
     return floats_at(job[SENT] + 4 * (sender * job[SENT_PITCH] + begin - origin), end - begin)
