@@ -18,13 +18,17 @@ from flexcomm.device import KINDS
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels.base import (
     LARGEST_MAGNITUDE,
+    STORE,
     Average,
     BucketDecoder,
     BucketEncoder,
+    Epilogue,
+    EpilogueKind,
     Kernels,
     Problem,
     StateUpdate,
     Status,
+    apply_epilogue_,
 )
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout, Region, plan_layout
 from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, Selection, TensorPlan, TensorSpec, ValueCode, ValueName
@@ -34,10 +38,13 @@ __all__ = [
     "KERNELS_VARIABLE",
     "LARGEST_MAGNITUDE",
     "NO_SAMPLE_KEY",
+    "STORE",
     "Average",
     "BucketDecoder",
     "BucketEncoder",
     "BufferPlan",
+    "Epilogue",
+    "EpilogueKind",
     "IndexCode",
     "Kernels",
     "Layout",
@@ -52,6 +59,7 @@ __all__ = [
     "TensorSpec",
     "ValueCode",
     "ValueName",
+    "apply_epilogue_",
     "choose_kernels",
     "plan_layout",
 ]

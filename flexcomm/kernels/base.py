@@ -123,7 +123,9 @@ class BucketEncoder(Protocol):
         """Fill the buffer with header and payloads, and move what they hold out of the states.
 
         Keeps ``decay * state + gain * coefficients == alpha * decoded + state_out``. On a problem, the buffer is filled
-        as :meth:`mark_nonfinite_` does, and states that were written hold nothing of use.
+        as :meth:`mark_nonfinite_` does, and ``states`` are as before: bit for bit, or, where they are updated in place
+        and the problem was found on the way, as :meth:`rollback_` restores them. ``states_out`` apart from them then
+        hold nothing of use.
 
         Args:
             tensors: one for each of the plan's specs.
@@ -136,6 +138,15 @@ class BucketEncoder(Protocol):
         Returns:
             The status word. It may be on the device: ``int()`` waits for it.
 
+        """
+        ...
+
+    def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
+        """Restore the states from before the last :meth:`encode_`, which updated them in place.
+
+        ``m = (m' + alpha * sent - gain * coefficients) / decay``, from the buffer as it was filled and tensors as they
+        were: equal in all kernel sets, and off by at most ``4 * 2**-24 / decay`` times the largest of
+        ``|m'|``, ``|alpha * sent|`` and ``|gain * coefficients|``. The decay must not be 0.
         """
         ...
 
@@ -155,8 +166,8 @@ class BucketDecoder(Protocol):
         """
         ...
 
-    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
-        """Fill ``outputs`` with the averages of the buffers, added in the order of senders.
+    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
+        """Average the buffers, added in the order of senders, and do with ``outputs`` what the epilogue says.
 
         They were verified, or they hold no indices and are known to be sound, as sums are.
         """
@@ -179,11 +190,17 @@ class Kernels(Protocol):
         ...
 
     def decoder(
-        self, plan: BufferPlan, words: Tensor, regions: Sequence[Region], decoded_as: BufferPlan | None = None
+        self,
+        plan: BufferPlan,
+        words: Tensor,
+        regions: Sequence[Region],
+        decoded_as: BufferPlan | None = None,
+        summed: int = 1,
     ) -> BucketDecoder:
         """Return the decoder of the buffers that lie in ``words`` at ``regions``.
 
         ``decoded_as`` is a plan with the same payloads that says what to decode them to, if not ``plan`` itself.
+        Every buffer is the sum of those of ``summed`` nodes, by which its average is divided, too.
         """
         ...
 

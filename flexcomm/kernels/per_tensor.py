@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flexcomm.kernels.base import LARGEST_MAGNITUDE, Average, Problem, StateUpdate, Status
+from flexcomm.kernels.base import (
+    LARGEST_MAGNITUDE,
+    STORE,
+    Average,
+    Epilogue,
+    EpilogueKind,
+    Problem,
+    StateUpdate,
+    Status,
+    apply_epilogue_,
+)
 from flexcomm.kernels.layout import (
     CHECKSUM_WORD,
     HEADER_NBYTES,
@@ -24,7 +35,7 @@ from flexcomm.kernels.layout import (
     aligned,
     plan_layout,
 )
-from flexcomm.kernels.plan import SampleKey, TensorPlan
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, TensorPlan, ValueCode
 
 
 class TensorState(NamedTuple):
@@ -94,9 +105,13 @@ class PerTensorKernels(ABC):
         plan: TensorPlan,
         sample_key: SampleKey,
         average: Average,
+        divisor: int,
         out: Tensor,
     ) -> None:
-        """Fill ``out`` with the average of sound payloads, added in the order given and transformed back once."""
+        """Fill ``out`` with the average of sound payloads, added in the order given and transformed back once.
+
+        The average over ``"nodes"`` is the sum divided by ``divisor``.
+        """
 
     @abstractmethod
     def checksum(self, words: Tensor) -> int:
@@ -106,9 +121,14 @@ class PerTensorKernels(ABC):
         return TensorLoopEncoder(self, plan, words)
 
     def decoder(
-        self, plan: BufferPlan, words: Tensor, regions: Sequence[Region], decoded_as: BufferPlan | None = None
+        self,
+        plan: BufferPlan,
+        words: Tensor,
+        regions: Sequence[Region],
+        decoded_as: BufferPlan | None = None,
+        summed: int = 1,
     ) -> TensorLoopDecoder:
-        return TensorLoopDecoder(self, plan, words, regions, decoded_as or plan)
+        return TensorLoopDecoder(self, plan, words, regions, decoded_as or plan, summed)
 
 
 class TensorLoopEncoder:
@@ -128,14 +148,15 @@ class TensorLoopEncoder:
         sequence: int,
     ) -> int:
         plan, kernels = self._plan, self._kernels
-        # Found before anything is written: a state that is updated in place could not be restored.
+        # States that are updated in place change only if nothing is wrong with any tensor.
+        written = [torch.empty_like(state) for state in states_out or ()]
         nonfinite = (number for number, x in enumerate(tensors) if not _is_finite(x))
         wrong = next((Status(Problem.NONFINITE, tensor=number) for number in nonfinite), None)
         position, entries, keys = HEADER_NWORDS, 0, plan.sample_keys(step)
         for number, one in enumerate(plan.plans if wrong is None else ()):
             state = TensorState(None, None, update)
-            if states is not None and states_out is not None:
-                state = TensorState(states[number], states_out[number], update)
+            if states is not None:
+                state = TensorState(states[number], written[number], update)
             x = tensors[number]
             threshold = kernels.find_threshold(x, one, state) if one.is_variable else None
             sent = one.entries if threshold is None else int(threshold.counts.sum())
@@ -148,8 +169,32 @@ class TensorLoopEncoder:
         if wrong is not None:
             self.mark_nonfinite_(step=step, sequence=sequence)
             return wrong.word
+        for state_out, one_written in zip(states_out or (), written, strict=True):
+            state_out.copy_(one_written)
         self._close_(position, Header(plan.digest, step, sequence, entries))
         return 0
+
+    def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
+        plan, kernels, keys = self._plan, self._kernels, self._plan.sample_keys(step)
+        header = Header.unpack(self._words[:HEADER_NWORDS].cpu().numpy().tobytes())
+        own = Region("this rank", 0, HEADER_NWORDS + header.payload_nbytes // WORD_NBYTES)
+        decoder = kernels.decoder(plan, self._words, [own])
+        if plan.is_variable:
+            decoder.payloads.clear()
+            decoder.find_payloads(0, header.entries)
+        inverse = StateUpdate(1.0 / update.decay, -update.gain / update.decay, 0.0)
+        for number, (one, x, state) in enumerate(zip(plan.plans, tensors, states, strict=True)):
+            # What was sent, as coefficients: payloads do not say whether these are to be transformed back.
+            flat = replace(one, rows=1, cols=state.numel(), chunk_rows=1, chunk_cols=one.chunk_numel, transformed=False)
+            sent = torch.empty(1, state.numel(), device=state.device)
+            payload = decoder.payloads[0][number]
+            kernels.decode_tensor_(self._words, [payload], flat, keys[number], "nodes", 1, sent)
+            state.add_(sent.mul_(update.alpha).view_as(state))
+            # Sends everything, somewhere, and takes nothing of it out: what is left is what was accumulated.
+            dense = one.sending_everything(ValueCode.FP32)
+            layout, state_of_tensor = plan_layout(dense, dense.entries), TensorState(state, state, inverse)
+            words = torch.empty(layout.nwords, dtype=torch.int32, device=state.device)
+            kernels.encode_tensor_(x, words, dense, layout, NO_SAMPLE_KEY, None, state_of_tensor)
 
     def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
         end = HEADER_NWORDS if self._plan.variable_length else self._plan.nwords
@@ -181,8 +226,9 @@ class TensorLoopDecoder:
         words: Tensor,
         regions: Sequence[Region],
         decoded_as: BufferPlan,
+        summed: int,
     ) -> None:
-        self._kernels, self._plan, self._decoded_as = kernels, plan, decoded_as
+        self._kernels, self._plan, self._decoded_as, self._summed = kernels, plan, decoded_as, summed
         self._words, self._regions = words, regions
         places = list(zip(plan.positions, plan.layouts, strict=True))
         self.payloads = [
@@ -207,18 +253,22 @@ class TensorLoopDecoder:
             return flagged.word
         self.payloads = []
         for sender, received in enumerate(headers):
-            problem = self._find_payloads(sender, received.entries)
+            problem = self.find_payloads(sender, received.entries)
             if problem.word:
                 return problem.word
         return 0
 
-    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
-        plan, keys = self._decoded_as, self._decoded_as.sample_keys(step)
+    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
+        plan, keys, divisor = self._decoded_as, self._decoded_as.sample_keys(step), len(self._regions) * self._summed
         for number, (one, out) in enumerate(zip(plan.plans, outputs, strict=True)):
             payloads = [of_sender[number] for of_sender in self.payloads]
-            self._kernels.decode_tensor_(self._words, payloads, one, keys[number], average, out)
+            stores = epilogue.kind is EpilogueKind.STORE
+            filled = out if stores else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+            self._kernels.decode_tensor_(self._words, payloads, one, keys[number], average, divisor, filled)
+            if not stores:
+                apply_epilogue_(out, filled, epilogue)
 
-    def _find_payloads(self, sender: int, announced: int) -> Status:
+    def find_payloads(self, sender: int, announced: int) -> Status:
         """Check and note the payloads of a sender."""
         region, payloads, position, entries = self._regions[sender], [], HEADER_NWORDS, 0
         for number, (one, layout) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, Self
@@ -250,6 +250,11 @@ class TensorPlan:
     def sends_indices(self) -> bool:
         """Whether payloads say which coefficients they hold; else every rank knows."""
         return self.selection.rule.sends_indices and not self.sends_everything
+
+    def sending_everything(self, values: ValueCode) -> TensorPlan:
+        """Return a plan that sends every coefficient, in the same coordinates."""
+        k, chosen = self.chunk_numel, Selection.EVERYTHING
+        return replace(self, selection=chosen, k=k, values=values, tau=0.0, seed=0, variable_length=False)
 
     def scale(self, gain: float) -> float:
         """Return what the transform's results are multiplied by: it is orthonormal, its steps alone are not."""

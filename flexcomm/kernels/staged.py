@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexcomm.kernels.base import Average, BucketDecoder, BucketEncoder, Kernels, StateUpdate
+from flexcomm.kernels.base import STORE, Average, BucketDecoder, BucketEncoder, Epilogue, Kernels, StateUpdate
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.kernels.layout import BufferPlan, Region
 
@@ -25,10 +25,15 @@ class StagedKernels:
         return StagedEncoder(self._host.encoder(plan, staged), staged, words)
 
     def decoder(
-        self, plan: BufferPlan, words: Tensor, regions: Sequence[Region], decoded_as: BufferPlan | None = None
+        self,
+        plan: BufferPlan,
+        words: Tensor,
+        regions: Sequence[Region],
+        decoded_as: BufferPlan | None = None,
+        summed: int = 1,
     ) -> StagedDecoder:
         staged = torch.empty_like(words, device="cpu")
-        return StagedDecoder(self._host.decoder(plan, staged, regions, decoded_as), staged, words)
+        return StagedDecoder(self._host.decoder(plan, staged, regions, decoded_as, summed), staged, words)
 
     def mix_(
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
@@ -63,6 +68,12 @@ class StagedEncoder:
         self._words.copy_(self._staged)
         return status
 
+    def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
+        here = [state.to("cpu", copy=True) for state in states]
+        self._host.rollback_([x.cpu() for x in tensors], here, update, step=step)
+        for state, staged in zip(states, here, strict=True):
+            state.copy_(staged)
+
     def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
         self._host.mark_nonfinite_(step=step, sequence=sequence)
         self._words.copy_(self._staged)
@@ -78,9 +89,9 @@ class StagedDecoder:
         self._staged.copy_(self._words)
         return int(self._host.verify(step=step, sequence=sequence))
 
-    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
+    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         self._staged.copy_(self._words)  # Again: sums are decoded without being verified.
-        decoded = [torch.empty(out.shape, dtype=out.dtype, device="cpu") for out in outputs]
-        self._host.decode_(decoded, step=step, average=average)
-        for out, here in zip(outputs, decoded, strict=True):
-            out.copy_(here)
+        here = [out.to("cpu", copy=True, memory_format=torch.contiguous_format) for out in outputs]
+        self._host.decode_(here, step=step, average=average, epilogue=epilogue)
+        for out, staged in zip(outputs, here, strict=True):
+            out.copy_(staged)

@@ -16,18 +16,21 @@ from flexcomm.kernels import (
     LARGEST_MAGNITUDE,
     Average,
     BucketDecoder,
+    Epilogue,
+    EpilogueKind,
     Kernels,
     Problem,
     ReferenceKernels,
     Region,
     Selection,
+    StateUpdate,
     Status,
     TensorPlan,
     ValueCode,
 )
 from flexcomm.kernels.layout import CHECKSUM_WORD, HEADER_NWORDS, checksum_of
-from flexcomm.testing.cases import DTYPES, BucketCase, numbers, sampled_buckets, with_gaps
-from flexcomm.testing.coefficients import SEQUENCE, Sent, decode, encode, encode_bucket
+from flexcomm.testing.cases import DTYPES, BucketCase, Case, numbers, sampled_buckets, with_gaps
+from flexcomm.testing.coefficients import SEQUENCE, Sent, coefficients_of, decode, encode, encode_bucket
 
 _REFERENCE = ReferenceKernels()
 _STEP = 5
@@ -295,6 +298,91 @@ def sums_are_decoded_without_being_verified(kernels: Kernels, device: str) -> No
         require_equal(kernels, out, expected, f"a sum is decoded as it is: {selection!r}")
 
 
+def a_sum_is_divided_by_the_nodes_it_is_of(kernels: Kernels, device: str) -> None:
+    plan, x = TensorPlan(16, 16, 8, 8, True, Selection.STRIDING, 9, ValueCode.FP32), numbers("normal", (16, 16), 4)
+    sent = encode(_REFERENCE, x, plan, step=_STEP)
+    outs = [torch.empty(16, 16, device=device), torch.empty(16, 16)]
+    for one, out in zip((kernels, _REFERENCE), outs, strict=True):
+        words = sent.words.to(out.device)
+        decoder = one.decoder(sent.plan, words, [Region("sum", 0, words.numel())], summed=3)
+        decoder.decode_([out], step=_STEP, average="nodes")
+    require_equal(kernels, outs[0], outs[1], "the sum over three nodes is divided by three")
+
+
+def outputs_step_as_the_epilogue_says(kernels: Kernels, device: str) -> None:
+    for number, bucket in enumerate(sampled_buckets(10, seed=11)):
+        words, regions = joined([send(_REFERENCE, bucket, sender) for sender in range(1 + number % 3)])
+        averages = [torch.empty(case.shape) for case in bucket.cases]
+        verified(_REFERENCE, words, regions, bucket).decode_(averages, step=_STEP, average="contributors")
+        for kind, keep in product((EpilogueKind.SIGN_STEP, EpilogueKind.PLAIN_STEP), (1.0, 0.9)):
+            epilogue = Epilogue(kind, 0.01, keep)
+            for spread in (False, True):
+                params = [numbers("normal", case.shape, case.seed).to(case.dtype) for case in bucket.cases]
+                moved = [with_gaps(param.to(device)) if spread else param.to(device, copy=True) for param in params]
+                decoder = verified(kernels, words.to(device), regions, bucket)
+                decoder.decode_(moved, step=_STEP, average="contributors", epilogue=epilogue)
+                for out, param, average in zip(moved, params, averages, strict=True):
+                    step = average.sign() * torch.tensor(0.01) if kind is EpilogueKind.SIGN_STEP else average
+                    expected = (param.float() * torch.tensor(keep) - step).to(param.dtype)
+                    require_equal(kernels, out, expected, f"decode_ steps by {epilogue}: {bucket}")
+
+
+def rollback_restores_states_that_were_updated_in_place(kernels: Kernels, device: str) -> None:
+    """To the bits of the reference, and close to what they were."""
+    for number, bucket in enumerate(sampled_buckets(10, seed=7)):
+        update = bucket.update._replace(alpha=(1.0, 0.25)[number % 2])
+        states = []
+        for one, where in ((kernels, device), (_REFERENCE, "cpu")):
+            tensors = bucket.tensors(where)
+            own = [numbers("normal", case.plan.state_shape, case.seed).to(where) for case in bucket.cases]
+            words = torch.zeros(bucket.plan.nwords, dtype=torch.int32, device=where)
+            encoder = one.encoder(bucket.plan, words)
+            require(kernels, int(encoder.encode_(tensors, own, own, update, step=_STEP, sequence=SEQUENCE)) == 0, "")
+            encoded = [state.clone() for state in own]
+            encoder.rollback_(tensors, own, update, step=_STEP)
+            states.append(own)
+        for got, wanted, after, case in zip(*states, encoded, bucket.cases, strict=True):
+            require_equal(kernels, got, wanted, f"rollback_ gives the reference's states: {bucket}")
+            before = numbers("normal", case.plan.state_shape, case.seed)
+            _require_rolled_back(kernels, case, wanted, before, after, update)
+
+
+def a_problem_leaves_states_in_place_as_they_were(kernels: Kernels, device: str) -> None:
+    plans = [
+        TensorPlan(1, 9000, 1, 1024, False, Selection.TOP_K, 9, ValueCode.BF16),
+        TensorPlan(200, 130, 64, 64, True, Selection.TOP_K, 9, ValueCode.FP32),
+        TensorPlan(1, 9000, 1, 64, True, Selection.STRIDING, 9, ValueCode.SIGN),
+        TensorPlan(1, 300, 1, 30, True, Selection.THRESHOLD, 90, ValueCode.FP32, tau=0.5),
+    ]
+    specs = tuple(TensorSpec(f"t{i}", (plan.rows, plan.cols), torch.float32) for i, plan in enumerate(plans))
+    bucket, update = assemble_buffer(specs, tuple(plans)), StateUpdate(0.5, 0.75, 0.25)
+    for broken, in_state in product(range(len(plans)), (False, True)):
+        tensors = [numbers("normal", spec.shape, 1).to(device) for spec in specs]
+        states = [numbers("normal", plan.state_shape, 2).to(device) for plan in plans]
+        (states[broken].view(-1) if in_state else tensors[broken].view(-1))[-1] = torch.nan
+        own, words = [state.clone() for state in states], torch.empty(bucket.nwords, dtype=torch.int32, device=device)
+        encoder = kernels.encoder(bucket, words)
+        found = Status.of(int(encoder.encode_(tensors, own, own, update, step=_STEP, sequence=SEQUENCE)))
+        wanted = Problem.STATE if in_state else Problem.NONFINITE
+        # A threshold does not select what is not a number.
+        require(kernels, found == Status(wanted, tensor=broken) or in_state, f"NaN in tensor {broken}: {found}")
+        for state, before in zip(own, states, strict=True):
+            if found.problem:
+                close = torch.isclose(state, before, rtol=2.0**-18, atol=2.0**-18, equal_nan=True)
+                require(kernels, bool(close.all()), f"NaN in tensor {broken} leaves the states of others alone")
+
+
+def _require_rolled_back(
+    kernels: Kernels, case: Case, got: Tensor, before: Tensor, after: Tensor, update: StateUpdate
+) -> None:
+    """Compare with what a state was, to the bound that ``rollback_`` promises."""
+    added = coefficients_of(_REFERENCE, case.x(), case.plan, None, StateUpdate(gain=update.gain))
+    # Of what was sent nothing is larger than these three together.
+    size = after.abs() + added.abs() + before.abs()
+    far = (got - before).abs() - 8 * 2.0**-24 / update.decay * size
+    require(kernels, bool((far <= 1e-44).all()), f"rollback_ restores states to rounding: {case}")
+
+
 def a_buffer_is_decoded_as_another_plan(kernels: Kernels, device: str) -> None:
     """Coefficients that travel as they are can be transformed back by the receiver."""
     flat = TensorPlan(1, 256, 1, 64, False, Selection.TOP_K, 9, ValueCode.FP32)
@@ -368,6 +456,10 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     decode_gives_the_references_average,
     decode_adds_in_the_order_of_senders,
     sums_are_decoded_without_being_verified,
+    a_sum_is_divided_by_the_nodes_it_is_of,
+    outputs_step_as_the_epilogue_says,
+    rollback_restores_states_that_were_updated_in_place,
+    a_problem_leaves_states_in_place_as_they_were,
     a_buffer_is_decoded_as_another_plan,
     mixing_gives_the_references_bits,
     mixing_keeps_what_is_not_finite,

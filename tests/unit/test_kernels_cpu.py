@@ -45,7 +45,7 @@ KEPT = {
     *("count_reaching", "fill_histogram", "get_values", "mix_halves", "mix_many", "mix_two", "pick_threshold"),
     *("pick_top_k", "pick_random_k", "pick_striding", "put_floats", "put_indices", "put_scaled", "read_counts"),
     *("read_indices", "restore_any", "restore_flat", "restore_plain", "restore_square", "put_counts", "write_header"),
-    *("add_sent", "run_stages"),
+    *("add_sent", "run_loops"),
 }
 COMPILED = ("flexcomm.kernels.cpu.selection", "pick_top_k")
 ROOT = Path(__file__).resolve().parents[2]

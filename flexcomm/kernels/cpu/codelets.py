@@ -57,7 +57,7 @@ def _pointer_to(_typing: Any, address: Any) -> Built:  # noqa: ARG001
     return types.voidptr(types.int64), lambda _c, builder, _s, given: builder.inttoptr(given[0], _BYTE.as_pointer())
 
 
-def _call_stage(_typing: Any, stage: Any, row: Any, job: Any) -> Built:  # noqa: ARG001
+def _call_loop(_typing: Any, loop: Any, row: Any, job: Any) -> Built:  # noqa: ARG001
     def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
         number = ir.IntType(64)
         kind = ir.FunctionType(number, [number.as_pointer()] * 2)
@@ -101,8 +101,8 @@ lowest_bit = cast("Instruction", intrinsic(_lowest_bit))
 """The place of the lowest bit that is set; 64 if none is."""
 pointer_to = cast("Instruction", intrinsic(_pointer_to))
 """An address, as what ``numba.carray`` takes."""
-call_stage = cast("Instruction", intrinsic(_call_stage))
-"""Call the stage whose machine code is at an address, with two addresses; see :func:`.compiler.address_of`."""
+call_loop = cast("Instruction", intrinsic(_call_loop))
+"""Call the loop whose machine code is at an address, with two addresses; see :func:`.compiler.address_of`."""
 reaching = cast("Instruction", intrinsic(_reaching))
 """Which of the 64 float32 at an address reach a bound, given as bits, in magnitude: the first is the lowest bit."""
 prefetch = cast("Instruction", intrinsic(_prefetch))

@@ -66,12 +66,12 @@ def kept(function: Function) -> Function:
 
 
 _NUMBERS = types.CPointer(types.int64)  # type: ignore[no-untyped-call]
-_STAGE = types.int64(_NUMBERS, _NUMBERS)
+_LOOP = types.int64(_NUMBERS, _NUMBERS)
 
 
-def address_of(stage: Any) -> int:
-    """Return the address of a stage's machine code, compiled or loaded now: a C function of two pointers to int64."""
-    result = stage.get_compile_result(_STAGE)
+def address_of(loop: Any) -> int:
+    """Return the address of a loop's machine code, compiled or loaded now: a C function of two pointers to int64."""
+    result = loop.get_compile_result(_LOOP)
     return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
 
 

@@ -1,4 +1,4 @@
-"""Groups: the tensors of a bucket that go through the same stages, as tables that the stages can take."""
+"""Groups: the tensors of a bucket that go through the same loops, as tables that the loops can take."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from flexcomm.kernels.cpu.values import CODES
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout
 from flexcomm.kernels.plan import SampleKey, Selection, TensorPlan, check_implemented, threshold_bits
 
-Stage = Callable[..., Any]
+Loop = Callable[..., Any]
 
 BLOCK_NUMEL = 1 << 14
-"""Elements that are worked on at a time, stage by stage: with their states, they stay in a core's second cache."""
+"""Elements that are worked on at a time, loop by loop: with their states, they stay in a core's second cache."""
 _CHUNKS_PER_WORD = 32
 """So many chunks end at a word, whatever their number of bits: threads that begin there share no word."""
 
 
 class ScratchSizes(NamedTuple):
-    """Numbers of floats (coefficients, tiles) and of integers that the stages of a block need."""
+    """Numbers of floats (coefficients, tiles) and of integers that the loops of a block need."""
 
     coefs: int
     tiles: int
@@ -40,7 +40,7 @@ class ScratchSizes(NamedTuple):
 
 @dataclass
 class Group:
-    """Tensors whose chunks are transformed, selected and written by the same stages; ``numbers`` are their places.
+    """Tensors whose chunks are transformed, selected and written by the same loops; ``numbers`` are their places.
 
     ``blocks`` are ``[tensor, first chunk, last chunk]``, ``cuts`` those at which a thread may begin. A tensor whose
     number of entries depends on the data is a group of its own.
@@ -51,8 +51,8 @@ class Group:
     table: NDArray[np.int64]
     blocks: NDArray[np.int64]
     cuts: NDArray[np.int64]
-    accumulate: Stage
-    restore: Stage
+    accumulate: Loop
+    restore: Loop
     selection: Selection
     sends_indices: bool
     has_scales: bool
@@ -69,7 +69,7 @@ class Group:
     def numel(self) -> int:
         return sum(plan.chunks * plan.chunk_numel for plan in self.plans)
 
-    def whole(self) -> NDArray[np.int64]:
+    def tensor_blocks(self) -> NDArray[np.int64]:
         """Return blocks that are whole tensors."""
         return np.array([(row, 0, plan.chunks) for row, plan in enumerate(self.plans)], np.int64).reshape(-1, 3)
 
@@ -97,7 +97,7 @@ def plan_groups(plan: BufferPlan, shown_as: BufferPlan, *, is_inverse: bool) -> 
     for number, (one, layout) in enumerate(zip(shown_as.plans, plan.layouts, strict=True)):
         check_implemented("cpu", one, SELECTIONS, CODES)
         scales, has_indices = one.values.format.scales > 0, layout.code is not IndexCode.NONE
-        alike = (_find_stages(one), one.sends_everything, one.selection, has_indices, scales)
+        alike = (_find_loops(one), one.sends_everything, one.selection, has_indices, scales)
         numbers.setdefault((number,) if one.is_variable else alike, []).append(number)
     return [_make_group(plan, shown_as, own, is_inverse) for own in numbers.values()]
 
@@ -111,7 +111,7 @@ def place(row: NDArray[np.int64], layout: Layout, position: int) -> None:
 def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_inverse: bool) -> Group:
     plans = [shown_as.plans[number] for number in numbers]
     table, entries, blocks, sizes, holds = np.zeros((len(numbers), len(t.TENSOR)), np.int64), 0, [], [], []
-    accumulate, restore = _find_stages(plans[0])
+    accumulate, restore = _find_loops(plans[0])
     for number, (row, one) in enumerate(zip(table, plans, strict=True)):
         # The transform of squares fills the maxima itself, as many as it has.
         is_filled = accumulate is transform.accumulate_square and 2 * one.k <= SQUARE_BINS
@@ -149,7 +149,7 @@ def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_i
     )
 
 
-def _find_stages(plan: TensorPlan) -> tuple[Stage, Stage]:
+def _find_loops(plan: TensorPlan) -> tuple[Loop, Loop]:
     if not plan.transformed:
         return transform.accumulate_plain, transform.restore_plain
     if (plan.chunk_rows, plan.chunk_cols) == (LENGTH, LENGTH):

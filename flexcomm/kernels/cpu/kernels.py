@@ -1,4 +1,4 @@
-"""The CPU's kernel set: stages that numba compiles, run one after the other on blocks of chunks that stay in cache.
+"""The CPU's kernel set: loops that numba compiles, run one after the other on blocks of chunks that stay in cache.
 
 Tensors of other dtypes than float32 are converted before and after.
 """
@@ -30,7 +30,7 @@ from flexcomm.kernels.base import (
 from flexcomm.kernels.cpu import checks, indices, selection, transform, values
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.compiler import address_of
-from flexcomm.kernels.cpu.groups import Group, ScratchSizes, Stage, place, plan_groups
+from flexcomm.kernels.cpu.groups import Group, Loop, ScratchSizes, place, plan_groups
 from flexcomm.kernels.cpu.mixing import mixer_of
 from flexcomm.kernels.layout import (
     HEADER_NWORDS,
@@ -104,7 +104,7 @@ class CpuEncoder:
         self._plan, self._threads = plan, threads
         self._words = words.numpy().view(np.uint32)
         self._groups = plan_groups(plan, plan, is_inverse=False)
-        self._stages = [_addresses(_encode_stages(group)) for group in self._groups]
+        self._loops = [_addresses(_encode_loops(group)) for group in self._groups]
         self._job = _new_job(self._words)
         self._before: dict[int, Numbers] = {}
         """By tensor whose number of entries depends on the data: how many precede each chunk."""
@@ -135,14 +135,14 @@ class CpuEncoder:
         encoded: list[Encoded] = []
         if plan.is_variable:
             entries, nwords = self._encode_variable_(problems, encoded)
-        for group, stages in zip(self._groups, self._stages, strict=True):
+        for group, loops in zip(self._groups, self._loops, strict=True):
             if not group.is_variable:
-                for found, done in run(group, self._threads, partial(self._run, group, stages)):
+                for found, done in run(group, self._threads, partial(self._run, group, loops)):
                     problems += found
                     encoded += done
         if problems:
             if in_place and update.decay:
-                self._undo(encoded, update)
+                self._roll_back(encoded, update)
             self.mark_nonfinite_(step=step, sequence=sequence)
             return _first_of(problems, tensors).word
         del held
@@ -151,7 +151,7 @@ class CpuEncoder:
 
     def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
         held = self._set_inputs(tensors, states, states, update, step)
-        self._undo([Encoded(group, group.blocks, is_sent=True) for group in self._groups], update)
+        self._roll_back([Encoded(group, group.blocks, is_sent=True) for group in self._groups], update)
         del held
 
     def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
@@ -180,19 +180,19 @@ class CpuEncoder:
                 group.table[:, [t.STATE, t.STATE_OUT]] = 0
         return inputs
 
-    def _run(self, group: Group, stages: Numbers, begin: int, end: int) -> tuple[Problems, list[Encoded]]:
-        """Run stages on some blocks of a group; return what is wrong with them, and what was done to their states."""
+    def _run(self, group: Group, loops: Numbers, begin: int, end: int) -> tuple[Problems, list[Encoded]]:
+        """Run loops on some blocks of a group; return what is wrong with them, and what was done to their states."""
         scratch = _scratch.get(group.sizes)
         job, blocks = scratch.start(self._job), group.blocks[begin:end]
         self._use_counts(group, job)
-        status = int(t.run_stages(group.table, blocks, job, stages))
+        status = int(t.run_loops(group.table, blocks, job, loops))
         if status == 0:
-            return [], [Encoded(group, blocks, is_sent=len(stages) > 1)]
+            return [], [Encoded(group, blocks, is_sent=len(loops) > 1)]
         number, problem = status >> 8, Problem(status & 0xFF)
         tensor, first, last = blocks[number].tolist()
         failed = int(job[t.FAILED])
         done, rest = ([[tensor, first, failed]], [[tensor, failed, last]])
-        encoded = [Encoded(group, blocks[:number], is_sent=len(stages) > 1)]
+        encoded = [Encoded(group, blocks[:number], is_sent=len(loops) > 1)]
         # The chunk that failed is accumulated if the problem was found later: in what was to be sent of it.
         encoded.append(Encoded(group, np.array(done), is_sent=problem is Problem.STATE))
         encoded += [Encoded(group, np.array(rest), is_sent=False)] if problem is Problem.STATE else []
@@ -204,7 +204,7 @@ class CpuEncoder:
         if before is not None:
             job[[t.BEFORE, t.BEFORE_PITCH]] = before.ctypes.data, before.size
 
-    def _undo(self, encoded: list[Encoded], update: StateUpdate) -> None:
+    def _roll_back(self, encoded: list[Encoded], update: StateUpdate) -> None:
         """Put back what was sent, and take out what was accumulated: m = (m' + alpha * sent - gain * x) / decay."""
         for group, blocks, is_sent in encoded:
             group.set_gain(-update.gain / update.decay)
@@ -212,8 +212,8 @@ class CpuEncoder:
             self._use_counts(group, job)
             job[[t.SENT, t.SENT_PITCH, t.LIMIT]] = job[t.COEFS], group.sizes.entries, _NO_LIMIT
             job[[t.DECAY, t.SHARE]] = _bits(1.0 / update.decay, update.alpha)
-            sent = (*_read_stages(group), transform.add_sent) if is_sent else ()
-            t.run_stages(group.table, blocks, job, _addresses((*sent, group.accumulate)))
+            sent = (*_read_loops(group), transform.add_sent) if is_sent else ()
+            t.run_loops(group.table, blocks, job, _addresses((*sent, group.accumulate)))
 
     def _encode_variable_(self, problems: Problems, encoded: list[Encoded]) -> tuple[int, int]:
         """Write the payloads whose number of entries depends on the data, and find places for the others.
@@ -244,21 +244,21 @@ class CpuEncoder:
         if not problems:
             encoded.clear()
             for group in variable:
-                stages = _addresses((selection.pick_threshold, indices.put_counts, *_put_stages(group)))
-                found, done = self._run(group, stages, 0, len(group.blocks))
+                loops = _addresses((selection.pick_threshold, indices.put_counts, *_put_loops(group)))
+                found, done = self._run(group, loops, 0, len(group.blocks))
                 problems += found
                 encoded += done
         return entries, aligned(position)
 
     def _find_counts(self, group: Group) -> Numbers:
         """Decide how many entries of each chunk are sent, and from which threshold on; return how many precede each."""
-        plan, job, whole = group.plans[0], _scratch.get(group.sizes).start(self._job), group.whole()
+        plan, job, blocks = group.plans[0], _scratch.get(group.sizes).start(self._job), group.tensor_blocks()
 
         def count(bound: int) -> Tensor:
             counts = np.zeros(plan.chunks, np.int64)
             if bound <= _MAGNITUDE:
                 job[[t.BOUND, t.COUNTS]] = bound, counts.ctypes.data
-                t.run_stages(group.table, whole, job, _addresses((selection.count_reaching,)))
+                t.run_loops(group.table, blocks, job, _addresses((selection.count_reaching,)))
             return torch.from_numpy(counts)
 
         tau_bits = threshold_bits(plan.tau)
@@ -266,7 +266,7 @@ class CpuEncoder:
         if int(counts.sum()) > plan.k:
             bins = np.zeros(HISTOGRAM_BINS, np.int64)
             job[t.COUNTS] = bins.ctypes.data
-            t.run_stages(group.table, whole, job, _addresses((selection.fill_histogram,)))
+            t.run_loops(group.table, blocks, job, _addresses((selection.fill_histogram,)))
             raised = raise_threshold(torch.from_numpy(bins), tau_bits, plan.k)
             counts, tau_bits = fill_up(count(raised.low), count(raised.high), plan.k), raised.low
         group.table[0, t.TAU_BITS] = tau_bits
@@ -277,25 +277,25 @@ Problems = list[tuple[Problem, int]]
 """What is wrong, and with which tensor."""
 
 
-def _encode_stages(group: Group) -> tuple[Stage, ...]:
+def _encode_loops(group: Group) -> tuple[Loop, ...]:
     picker = selection.PICKERS.get(group.selection)
-    return (group.accumulate, *((picker,) if picker else ()), *_put_stages(group))
+    return (group.accumulate, *((picker,) if picker else ()), *_put_loops(group))
 
 
-def _put_stages(group: Group) -> tuple[Stage, ...]:
+def _put_loops(group: Group) -> tuple[Loop, ...]:
     put_values = values.put_scaled if group.has_scales else values.put_floats
     return (indices.put_indices, put_values) if group.sends_indices else (put_values,)
 
 
-def _read_stages(group: Group) -> tuple[Stage, ...]:
+def _read_loops(group: Group) -> tuple[Loop, ...]:
     """Return what finds the picks and values of a block."""
     picker = indices.read_indices if group.sends_indices else selection.PICKERS.get(group.selection)
     return (values.get_values, picker) if picker else (values.get_values,)
 
 
 @lru_cache(maxsize=256)
-def _addresses(stages: tuple[Stage, ...]) -> Numbers:
-    return np.array([address_of(stage) for stage in stages], np.int64)
+def _addresses(loops: tuple[Loop, ...]) -> Numbers:
+    return np.array([address_of(loop) for loop in loops], np.int64)
 
 
 def _bits(*floats: float) -> NDArray[np.uint32]:
@@ -355,19 +355,17 @@ class CpuDecoder:
 
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         keys = self._decoded_as.sample_keys(step) if self._decoded_as.has_keys else []
-        filled = [
-            out
-            if out.dtype is torch.float32 and out.is_contiguous()
-            else torch.empty(out.shape, dtype=torch.float32, device="cpu")
-            for out in outputs
-        ]
-        are_elsewhere = any(here is not out for out, here in zip(outputs, filled, strict=True))
+        # Elements of other dtypes, and such with gaps, are filled elsewhere first.
+        is_direct = all(out.dtype is torch.float32 and out.is_contiguous() for out in outputs)
+        filled = (
+            outputs if is_direct else [torch.empty(out.shape, dtype=torch.float32, device="cpu") for out in outputs]
+        )
         for received in self._received:
-            received.set_inputs(filled, keys, average, STORE if are_elsewhere else epilogue)
+            received.set_inputs(filled, keys, average, epilogue if is_direct else STORE)
             run(received.group, self._threads, received.decode_blocks_)
-        if are_elsewhere:
-            for out, here in zip(outputs, filled, strict=True):
-                apply_epilogue_(out, here, epilogue)
+        if not is_direct:
+            for out, average_of_out in zip(outputs, filled, strict=True):
+                apply_epilogue_(out, average_of_out, epilogue)
 
     def _find_payloads(self, sender: int) -> Status:
         """Find the payloads of a buffer whose contents vary, and check their counts."""
@@ -412,7 +410,7 @@ class _Received:
         entries = sum(plan.entries for plan in group.plans)
         self._picks = np.zeros((senders, 0 if self._is_shared else entries), np.int32)
         self.before = np.zeros((senders if is_variable else 0, group.plans[0].chunks + 1), np.int64)
-        self._whole = group.whole()
+        self._tensor_blocks = group.tensor_blocks()
         job[[t.SENDERS, t.STARTS, t.DIVISOR]] = senders, starts.ctypes.data, senders * summed
         job[[t.PICKS, t.PICK_PITCH, t.IS_BLOCK]] = self._picks.ctypes.data, self._picks.shape[1], 0
         if is_variable:
@@ -421,13 +419,13 @@ class _Received:
         self._is_drawn = self._is_shared and group.selection in selection.PICKERS
 
     @cached_property
-    def _check_stages(self) -> Numbers:
+    def _check_loops(self) -> Numbers:
         form = self.group.plans[0].values.format
         checked = (values.check_values,) if form.scales or form.nonfinite_mask else ()
         return _addresses((indices.read_indices, *checked) if self.group.sends_indices else checked)
 
     @cached_property
-    def _decode_stages(self) -> Numbers:
+    def _decode_loops(self) -> Numbers:
         drawn = (selection.PICKERS[self.group.selection],) if self._is_drawn else ()
         return _addresses((values.get_values, *drawn, self.group.restore))
 
@@ -442,7 +440,7 @@ class _Received:
         if self.group.is_variable:
             job[t.BEFORE] += 8 * sender * job[t.BEFORE_PITCH]
         table = self._tables[sender if self.group.is_variable else 0]
-        found = int(t.run_stages(table, self._whole, job, self._check_stages))
+        found = int(t.run_loops(table, self._tensor_blocks, job, self._check_loops))
         return [(Problem(found & 0xFF), self.group.numbers[found >> 8])] if found else []
 
     def set_inputs(
@@ -466,7 +464,7 @@ class _Received:
         else:
             job[[t.PICK_PITCH, t.IS_BLOCK]] = 0, 1
         job[[t.SENT, t.SENT_PITCH]] = job[t.COEFS], sizes.entries
-        t.run_stages(self._tables[0], group.blocks[begin:end], job, self._decode_stages)
+        t.run_loops(self._tables[0], group.blocks[begin:end], job, self._decode_loops)
 
 
 def _as_floats(x: Tensor) -> Tensor:
@@ -489,7 +487,7 @@ def _write_header(words: NDArray[np.uint32], header: Header, nwords: int) -> Non
 
 
 class Scratch:
-    """Memory that stages work in, and a job that says where it is."""
+    """Memory that loops work in, and a job that says where it is."""
 
     def __init__(self, sizes: ScratchSizes) -> None:
         # Torch's memory begins at a line of cache, numpy's need not. Not as inference tensors: it is used again.

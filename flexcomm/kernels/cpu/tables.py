@@ -1,7 +1,7 @@
-"""What the stages are given: the numbers of a tensor, and those of a job, addresses included.
+"""What the loops are given: the numbers of a tensor, and those of a job, addresses included.
 
-A stage is a loop over chunks FIRST to LAST of one tensor. Its arguments are two pointers to plain numbers, so that all
-stages have one signature, and :func:`run_stages` goes through the blocks of a bucket without Python.
+A loop is a loop over chunks FIRST to LAST of one tensor. Its arguments are two pointers to plain numbers, so that all
+loops have one signature, and :func:`run_loops` goes through the blocks of a bucket without Python.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba.np.numpy_support import carray
 
-from flexcomm.kernels.cpu.codelets import call_stage, pointer_to
+from flexcomm.kernels.cpu.codelets import call_loop, pointer_to
 from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Halves, Int, Ints, Longs, compiled, kept
 
 TENSOR = (
@@ -40,9 +40,9 @@ JOB = (
     "COEFS", "TILES", "TOPS", "MEMORY", "PICKS", "PICK_PITCH", "IS_BLOCK", "SENT", "SENT_PITCH",
     "BEFORE", "BEFORE_PITCH", "BOUND", "COUNTS",
 )  # fmt: skip
-"""What a stage is told beside a tensor.
+"""What a loop is told beside a tensor.
 
-Chunks FIRST to LAST, and where a stage that found a problem stopped (FAILED); bits of the float32 DECAY, of the SHARE
+Chunks FIRST to LAST, and where a loop that found a problem stopped (FAILED); bits of the float32 DECAY, of the SHARE
 of what is sent that stays in the state, and of LIMIT, which elements must not reach; the buffers (WORDS), and of each
 of the SENDERS where its own begins (STARTS) and its row of the table (ROW_PITCH, 0 if all have the same); whether
 contributors are COUNTED, else the DIVISOR of sums; the epilogue, and the bits of its LR and KEEP. The rest are
@@ -59,16 +59,16 @@ reaches a BOUND.
 
 
 @kept
-def run_stages(table: Longs, blocks: Longs, job: Longs, stages: Longs) -> Int:
-    """Run all stages on each block, ``[tensor, first chunk, last chunk]``; stop at the first problem.
+def run_loops(table: Longs, blocks: Longs, job: Longs, loops: Longs) -> Int:
+    """Run all loops on each block, ``[tensor, first chunk, last chunk]``; stop at the first problem.
 
-    Returns 0, or ``256 * number of the block + problem``, which the stage found in chunk FAILED.
+    Returns 0, or ``256 * number of the block + problem``, which the loop found in chunk FAILED.
     """
     pitch = 8 * table.shape[1]
     for number in range(blocks.shape[0]):
         job[FIRST], job[LAST] = blocks[number, 1], blocks[number, 2]
-        for stage in range(stages.size):
-            problem = call_stage(stages[stage], table.ctypes.data + pitch * blocks[number, 0], job.ctypes.data)
+        for loop in range(loops.size):
+            problem = call_loop(loops[loop], table.ctypes.data + pitch * blocks[number, 0], job.ctypes.data)
             if problem:
                 return 256 * number + problem
     return 0

@@ -424,15 +424,15 @@ def restore_square(row: Longs, job: Longs) -> Int:
             columns_at = source.ctypes.data + 4 * lane
             idct_columns(columns_at, LENGTH, 0, 0, places.ctypes.data + 8 * lane, 0, 0, _ONE, _ONE, _ONE)
         start, rows, cols = block_of(row, at)
-        is_whole = rows == LENGTH and cols == LENGTH
+        is_tensor_blocks = rows == LENGTH and cols == LENGTH
         kind, target, pitch = job[t.EPILOGUE], base + 4 * start, row[t.COLS]
         ahead = base + 4 * block_of(row, min(at + 1, last))[0]
-        if not is_whole:
+        if not is_tensor_blocks:
             kind, target, pitch, ahead = _STORE, edge.ctypes.data, LENGTH, edge.ctypes.data
         for lane in range(0, LENGTH, LANES):
             rows_at, into, after = turned.ctypes.data + 4 * lane, target + 4 * lane, ahead_of(ahead, pitch, lane)
             finish_rows(kind, rows_at, into, pitch, after, keep, factor, lr)
-        if not is_whole:
+        if not is_tensor_blocks:
             finish_block(row, job, at, edge)
         if everything:
             total[:] = _ZERO

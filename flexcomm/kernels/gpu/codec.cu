@@ -61,7 +61,7 @@ struct Term {
 struct Job {
     i64 rows, cols, chunk_rows, chunk_cols, grid_cols, chunk_numel, chunks;
     i64 transformed, selection, k, tau_bits, values, value_bits, scales, count_bits, key, start;
-    i64 element, numel, first, senders, by_contributors, term_count;
+    i64 element, numel, first, senders, divisor, by_contributors, term_count;
     // The block's share: chunks side by side, distance of rows in each of its areas, and where those begin, in words.
     i64 group, solo, pitch, pitch_down, pitch_along, turned_at, marks_at, ranks_at, block_words;
     float decay, factor, stays, padding;
@@ -794,7 +794,7 @@ __device__ void add_payloads(Block& block, const Job& job, i64 chunk) {
         block.sync();
     }
     for (u32 i = block.rank; i < block.length; i += block.size) {
-        float divisor = job.by_contributors ? fmaxf(block.spare(i), 1.0f) : (float)job.senders;
+        float divisor = job.by_contributors ? fmaxf(block.spare(i), 1.0f) : (float)job.divisor;
         block.cell(i) = block.cell(i) / divisor;
     }
 }

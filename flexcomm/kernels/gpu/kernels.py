@@ -108,6 +108,7 @@ class GpuKernels(PerTensorKernels):
         plan: TensorPlan,
         sample_key: SampleKey,
         average: Average,
+        divisor: int,
         out: Tensor,
     ) -> None:
         # Kernels fill contiguous memory only.
@@ -115,7 +116,7 @@ class GpuKernels(PerTensorKernels):
         job, befores = _plan_job(plan, sample_key), [_before(payload) for payload in payloads]
         sections = [_section(one.start, one.layout, before) for one, before in zip(payloads, befores, strict=True)]
         job.set(element=_ELEMENTS[out.dtype], factor=plan.scale(1.0), memory=dense)
-        job.set(senders=len(payloads), by_contributors=int(average == "contributors"))
+        job.set(senders=len(payloads), divisor=divisor, by_contributors=int(average == "contributors"))
         job.set(words=words, sections=_list_records(sections, out.device))
         _add_transforms(job, plan, inverse=True)
         self._launch_chunks("decode_chunks", plan, job)

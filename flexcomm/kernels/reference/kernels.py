@@ -113,6 +113,7 @@ class ReferenceKernels(PerTensorKernels):
         plan: TensorPlan,
         sample_key: SampleKey,
         average: Average,
+        divisor: int,
         out: Tensor,
     ) -> None:
         check_implemented("reference", plan, SELECTIONS, CODES)
@@ -124,7 +125,7 @@ class ReferenceKernels(PerTensorKernels):
                 chosen = _select_shared(plan, sample_key, words.device)
             total[chosen] += dequantise(codes, scales, chosen, plan.values)
             given[chosen] += 1.0
-        mean = total / given.clamp(min=1.0) if average == "contributors" else divided(total, float(len(payloads)))
+        mean = total / given.clamp(min=1.0) if average == "contributors" else divided(total, float(divisor))
         out.copy_(restore(mean, plan).reshape(out.shape).to(out.dtype))
 
     def checksum(self, words: Tensor) -> int:
