@@ -18,22 +18,35 @@ Example::
 Impossible numbers, such as a negative time, raise ``flexcomm.InvalidArgumentError``.
 """
 
-from flexdemo.runtime.comparison import BreakEven, SpeedupFactors, explain_speedup, find_break_evens
-from flexdemo.runtime.links import AlphaBeta, Links, LinkTable, MeasuredLinks, fit_alpha_beta
+from flexdemo.runtime.inputs import (
+    AlphaBeta,
+    Cluster,
+    Compression,
+    Links,
+    LinkTable,
+    MeasuredLinks,
+    Straggler,
+    Workload,
+    fit_alpha_beta,
+    plan_workload,
+)
 from flexdemo.runtime.simulation import (
     Algorithm,
     AllReduceSchedule,
+    BreakEven,
     Horizon,
     Schedule,
+    SpeedupFactors,
     Timing,
     Updates,
     choose_algorithm,
+    explain_speedup,
+    find_break_evens,
     sent_nbytes,
     simulate_all_reduce,
     simulate_decentralized,
     simulate_flexdemo,
 )
-from flexdemo.runtime.workload import Cluster, Compression, Straggler, Workload, plan_workload
 
 __all__ = [
     "Algorithm",

@@ -1,4 +1,4 @@
-"""The simulations: when each node finishes each bucket of each iteration, by each method.
+"""The simulations: when each node finishes each bucket of each iteration, by each method; and how methods compare.
 
 They follow from where training starts an exchange and where it waits for it; docs/runtime-model.md writes them as
 formulas. Times are seconds since the start of training.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcomm import InvalidArgumentError
 from flexcomm.gossip import Group, Phase
-from flexdemo.runtime.links import check_at_least, crossings
-from flexdemo.runtime.workload import Cluster, Compression, Workload, intra_legs_s
+from flexdemo.runtime.inputs import Cluster, Compression, Workload, check_range, crossings
 
 Updates = Literal["backward", "step"]
 Algorithm = Literal["gather", "two_phase", "dense"]
@@ -34,8 +35,8 @@ class Horizon:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least("warmup", self.warmup, 0)
-        check_at_least("iterations", self.iterations, self.warmup + 1)
+        check_range(0, warmup=self.warmup)
+        check_range(self.warmup + 1, iterations=self.iterations)
 
 
 HORIZON = Horizon()
@@ -57,6 +58,32 @@ class Timing:
         begin = len(self.finished_s) - count
         began_s = self.finished_s[begin - 1] if begin else 0.0
         return (self.finished_s[-1] - began_s) / count
+
+
+def simulate_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon = HORIZON) -> Timing:
+    """Simulate data parallelism as in DDP: each bucket is all-reduced while the backward pass goes on.
+
+    Args:
+        cluster: nodes and links.
+        workload: buckets and compute times.
+        horizon: how many iterations are simulated.
+
+    """
+    tau_s = [
+        cluster.intra_legs_s(workload, size)
+        + (cluster.links.tau("all-reduce", cluster.nodes, size) if cluster.nodes > 1 else 0.0)
+        for size in workload.bucket_nbytes
+    ]
+    computed_s = workload.forward_s + np.cumsum(workload.backward_s)
+    # All-reduces queue: an iteration ends when, after the last bucket that was waited for, all later ones are done.
+    remaining_s = np.cumsum(tau_s[::-1])[::-1]
+    # All nodes wait for the slowest, whose factor applies to each of its buckets.
+    slowest = [workload.draw(cluster.nodes, iteration, horizon.seed).max() for iteration in range(horizon.iterations)]
+    lengths_s = np.max(np.outer(slowest, computed_s) + remaining_s, axis=1) + sum(workload.optimizer_s)
+    return Timing(tuple(np.cumsum(lengths_s).tolist()), horizon.warmup)
+
+
+# Decentralized training
 
 
 class Schedule(Protocol):
@@ -91,30 +118,6 @@ class AllReduceSchedule:
         return Phase((AllReduceGroup(tuple(range(self.nodes))),))
 
 
-def simulate_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon = HORIZON) -> Timing:
-    """Simulate data parallelism as in DDP: each bucket is all-reduced while the backward pass goes on.
-
-    Args:
-        cluster: nodes and links.
-        workload: buckets and compute times.
-        horizon: how many iterations are simulated.
-
-    """
-    tau_s = [_all_reduce_s(cluster, workload, size) for size in workload.bucket_nbytes]
-    computed_s = workload.forward_s + np.cumsum(workload.backward_s)
-    # All-reduces queue: an iteration ends when, after the last bucket that was waited for, all later ones are done.
-    remaining_s = np.cumsum(tau_s[::-1])[::-1]
-    # All nodes wait for the slowest, whose factor applies to each of its buckets.
-    slowest = [workload.draw(cluster.nodes, iteration, horizon.seed).max() for iteration in range(horizon.iterations)]
-    lengths_s = np.max(np.outer(slowest, computed_s) + remaining_s, axis=1) + sum(workload.optimizer_s)
-    return Timing(tuple(np.cumsum(lengths_s).tolist()), horizon.warmup)
-
-
-def _all_reduce_s(cluster: Cluster, workload: Workload, nbytes: int) -> float:
-    inter_s = cluster.links.tau("all-reduce", cluster.nodes, nbytes) if cluster.nodes > 1 else 0.0
-    return intra_legs_s(cluster, workload, nbytes) + inter_s
-
-
 def simulate_decentralized(
     cluster: Cluster,
     workload: Workload,
@@ -141,134 +144,92 @@ def simulate_decentralized(
         )
     if updates not in get_args(Updates):
         raise InvalidArgumentError(f"got updates={updates!r}, needed one of {', '.join(get_args(Updates))}.")
-    state = _NodeTimes(cluster.nodes, len(workload.bucket_nbytes))
-    backward_s = workload.backward_s
-    before_s = 0.0
+    before_s, backward_s = 0.0, workload.backward_s
     if updates == "step":
         before_s, backward_s = sum(backward_s), (0.0,) * len(backward_s)
+    # A phase is converted to arrays once: phases that repeat are used in many iterations.
+    plan = lru_cache(schedule.period or 1)(lambda step: plan_phase(schedule.phase(step), cluster, workload))
+    # u_i, q_i and fin_{i,b}: when a node ends its work, its last exchange, and its last exchange of each bucket.
+    ready_s, link_free_s = np.zeros(cluster.nodes), np.zeros(cluster.nodes)
+    exchanged_s = np.full((len(backward_s), cluster.nodes), -math.inf)
     finished = []
-    for iteration, plan in enumerate(_plan_phases(cluster, workload, schedule, horizon.iterations)):
+    for iteration in range(horizon.iterations):
+        phase = plan(iteration % schedule.period if schedule.period else iteration)
         factors = workload.draw(cluster.nodes, iteration, horizon.seed)
-        state.ready_s = state.ready_s + factors * (workload.forward_s + before_s)
+        ready_s = ready_s + factors * (workload.forward_s + before_s)
         for bucket, (compute_s, step_s) in enumerate(zip(backward_s, workload.optimizer_s, strict=True)):
-            arrived_s = state.exchanged_s[bucket]
-            state.ready_s = np.maximum(state.ready_s + factors * compute_s, arrived_s) + step_s
-            state.start_exchange(plan, bucket)
-        finished.append(float(state.ready_s.max()))
+            ready_s = np.maximum(ready_s + factors * compute_s, exchanged_s[bucket]) + step_s
+            exchanged_s[bucket] = phase.exchange(bucket, np.maximum(ready_s, link_free_s))
+            link_free_s = np.maximum(link_free_s, exchanged_s[bucket])
+        finished.append(float(ready_s.max()))
     return Timing(tuple(finished), horizon.warmup, schedule.period or 1)
-
-
-class _NodeTimes:
-    """Times at which each node ends its work (u_i), its last exchange (q_i), and that of each bucket (fin_{i,b})."""
-
-    def __init__(self, nodes: int, buckets: int) -> None:
-        self.ready_s: NDArray[np.float64] = np.zeros(nodes)
-        self.link_free_s: NDArray[np.float64] = np.zeros(nodes)
-        self.exchanged_s: NDArray[np.float64] = np.full((buckets, nodes), -math.inf)
-
-    def start_exchange(self, plan: PhasePlan, bucket: int) -> None:
-        """Exchange ``bucket`` as soon as the nodes are ready and their earlier exchanges are done."""
-        free_s = np.maximum(self.ready_s, self.link_free_s)
-        end_s = np.full_like(free_s, -math.inf)
-        for members, seconds in zip(plan.groups, plan.group_s[bucket], strict=True):
-            end_s[members] = free_s[members].max(axis=1, keepdims=True) + seconds
-        if plan.edge_nodes.size:
-            # A node that is in a group, too, finishes that first.
-            start_s = free_s = np.maximum(free_s, end_s)
-            start_s = start_s.copy()
-            np.maximum.at(start_s, plan.targets, free_s[plan.sources])
-            end_s[plan.edge_nodes] = start_s[plan.edge_nodes] + plan.edge_s[bucket]
-        if plan.idle_s[bucket] > 0:
-            end_s[plan.idle] = free_s[plan.idle] + plan.idle_s[bucket]
-        self.exchanged_s[bucket] = end_s
-        self.link_free_s = np.maximum(self.link_free_s, end_s)
-
-
-# Schedules as index arrays: each phase is converted once, and used in every iteration.
-
-
-def _plan_phases(cluster: Cluster, workload: Workload, schedule: Schedule, iterations: int) -> Iterator[PhasePlan]:
-    """Yield the plan of every iteration; phases that repeat are planned once."""
-    known: dict[int, PhasePlan] = {}
-    for iteration in range(iterations):
-        if schedule.period is None:
-            yield plan_phase(schedule.phase(iteration), cluster, workload)
-            continue
-        place = iteration % schedule.period
-        if place not in known:
-            known[place] = plan_phase(schedule.phase(place), cluster, workload)
-        yield known[place]
 
 
 @dataclass(frozen=True)
 class PhasePlan:
     """A phase as arrays, with the seconds of its exchanges for each bucket b.
 
-    Groups of one link and size form a class c: ``groups[c]`` is ``[groups, k]`` and ``group_s[b][c]`` their seconds.
-    ``sources`` and ``targets`` are the ends of the edges, ``edge_nodes`` the nodes that have any, ``edge_s[b]`` their
-    seconds. ``idle`` nodes exchange nothing with others; ``idle_s[b]`` are the seconds of their intra-node legs.
+    Groups of one link and size form a class: a pair of their members, ``[groups, k]``, and their seconds, ``[b]``.
+    ``sources`` and ``targets`` are the ends of the edges, ``edge_nodes`` the nodes that have any, and ``edge_s`` their
+    seconds, ``[b, edge_nodes]``.
     """
 
-    groups: tuple[NDArray[np.intp], ...]
-    group_s: tuple[tuple[float, ...], ...]
+    groups: tuple[tuple[NDArray[np.intp], list[float]], ...]
     sources: NDArray[np.intp]
     targets: NDArray[np.intp]
     edge_nodes: NDArray[np.intp]
-    edge_s: tuple[NDArray[np.float64], ...]
-    idle: NDArray[np.intp]
-    idle_s: tuple[float, ...]
+    edge_s: NDArray[np.float64]
+
+    def exchange(self, bucket: int, free_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return when each node's exchange ends, if node i can start at ``free_s[i]``; -inf if it has none."""
+        end_s = np.full_like(free_s, -math.inf)
+        for members, seconds in self.groups:
+            end_s[members] = free_s[members].max(axis=1, keepdims=True) + seconds[bucket]
+        if self.edge_nodes.size:
+            # A node that is in a group, too, finishes that first.
+            free_s = np.maximum(free_s, end_s)
+            start_s = free_s.copy()
+            np.maximum.at(start_s, self.targets, free_s[self.sources])
+            end_s[self.edge_nodes] = start_s[self.edge_nodes] + self.edge_s[bucket]
+        return end_s
 
 
 def plan_phase(phase: Phase, cluster: Cluster, workload: Workload) -> PhasePlan:
     """Return the arrays and times of ``phase``."""
+    sources = np.array([edge.source for edge in phase.edges], dtype=np.intp)
+    targets = np.array([edge.target for edge in phase.edges], dtype=np.intp)
+    in_groups = np.array([node for group in phase.groups for node in group.members], dtype=np.intp)
+    named = np.concatenate([in_groups, sources, targets])
+    unknown = named[(named < 0) | (named >= cluster.nodes)]
+    if unknown.size:
+        raise InvalidArgumentError(
+            f"a phase names node {unknown[0]}, but there are {cluster.nodes} nodes, numbered from 0."
+        )
+    counts = np.bincount(in_groups, minlength=cluster.nodes)
+    if counts.max() > 1:
+        raise InvalidArgumentError(
+            f"node {counts.argmax()} is in {counts.max()} groups of a phase, needed one or none."
+        )
+    tau = cluster.links.tau
+    legs_s = [cluster.intra_legs_s(workload, size) for size in workload.bucket_nbytes]
+    sizes = list(zip(workload.bucket_nbytes, legs_s, strict=True))
     classes: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
     for group in phase.groups:
         classes[getattr(group, "link", "group"), len(group.members)].append(tuple(group.members))
-    groups = tuple(np.array(members, dtype=np.intp) for members in classes.values())
-    sources = np.array([edge.source for edge in phase.edges], dtype=np.intp)
-    targets = np.array([edge.target for edge in phase.edges], dtype=np.intp)
-    _check_nodes(groups, sources, targets, cluster.nodes)
+    groups = [
+        (np.array(members, dtype=np.intp), [leg_s + tau(link, k, size) for size, leg_s in sizes])
+        for (link, k), members in classes.items()
+    ]
+    # Nodes that exchange nothing with others still have their legs inside the node, if there are any.
+    idle = np.setdiff1d(np.arange(cluster.nodes), named)
+    if idle.size and any(legs_s):
+        groups.append((idle[:, None], [leg_s or -math.inf for leg_s in legs_s]))
+    # A node pays for its out-peers or its in-peers, whichever are more.
     peers = np.maximum(*(np.bincount(ends, minlength=cluster.nodes) for ends in (sources, targets)))
     edge_nodes = np.flatnonzero(peers)
-    busy = np.zeros(cluster.nodes, dtype=bool)
-    for members in (*groups, edge_nodes):
-        busy[members] = True
-    legs_s = tuple(intra_legs_s(cluster, workload, size) for size in workload.bucket_nbytes)
-    sizes = list(zip(workload.bucket_nbytes, legs_s, strict=True))
-    tau = cluster.links.tau
-    return PhasePlan(
-        groups=groups,
-        group_s=tuple(tuple(leg_s + tau(link, k, size) for link, k in classes) for size, leg_s in sizes),
-        sources=sources,
-        targets=targets,
-        edge_nodes=edge_nodes,
-        edge_s=tuple(leg_s + _edges_s(peers[edge_nodes], cluster, size) for size, leg_s in sizes),
-        idle=np.flatnonzero(~busy),
-        idle_s=legs_s,
-    )
-
-
-def _edges_s(peers: NDArray[np.intp], cluster: Cluster, nbytes: int) -> NDArray[np.float64]:
-    counts, place = np.unique(peers, return_inverse=True)
-    seconds = np.array([cluster.links.tau("edges", int(count), nbytes) for count in counts], dtype=np.float64)
-    return seconds[place]
-
-
-def _check_nodes(
-    groups: tuple[NDArray[np.intp], ...], sources: NDArray[np.intp], targets: NDArray[np.intp], nodes: int
-) -> None:
-    in_groups = np.concatenate([*(members.ravel() for members in groups), np.array([], dtype=np.intp)])
-    named = np.concatenate([in_groups, sources, targets])
-    unknown = named[(named < 0) | (named >= nodes)]
-    if unknown.size:
-        raise InvalidArgumentError(
-            f"a phase names node {int(unknown[0])}, but there are {nodes} nodes, numbered from 0."
-        )
-    counts = np.bincount(in_groups)
-    if counts.size and counts.max() > 1:
-        raise InvalidArgumentError(
-            f"node {int(counts.argmax())} is in {int(counts.max())} groups of a phase, needed one or none."
-        )
+    peer_counts, place = np.unique(peers[edge_nodes], return_inverse=True)
+    edge_s = np.array([[leg_s + tau("edges", int(k), size) for k in peer_counts] for size, leg_s in sizes])
+    return PhasePlan(tuple(groups), sources, targets, edge_nodes, edge_s[:, place])
 
 
 # FlexDeMo
@@ -296,21 +257,38 @@ def simulate_flexdemo(
         horizon: how many iterations are simulated.
 
     """
-    buckets = [_plan_bucket(cluster, workload, compression, nbytes) for nbytes in workload.bucket_nbytes]
+    buckets = [_bucket_times(cluster, workload, compression, nbytes) for nbytes in workload.bucket_nbytes]
     ready_s, finished = np.zeros(cluster.nodes), []
     for iteration in range(horizon.iterations):
         factors = workload.draw(cluster.nodes, iteration, horizon.seed)
-        now_s = ready_s + factors * (workload.forward_s + (0.0 if overlap else sum(workload.backward_s)))
+        ready_s = ready_s + factors * (workload.forward_s + (0.0 if overlap else sum(workload.backward_s)))
         end_s, arrived_s = 0.0, []
-        for bucket, backward_s in zip(buckets, workload.backward_s, strict=True):
-            now_s = now_s + factors * (backward_s if overlap else 0.0) + bucket.encode_s
-            end_s = max(float(now_s.max()), end_s) + bucket.exchange_s
+        for (encode_s, exchange_s, _), backward_s in zip(buckets, workload.backward_s, strict=True):
+            ready_s = ready_s + factors * (backward_s if overlap else 0.0) + encode_s
+            end_s = max(float(ready_s.max()), end_s) + exchange_s
             arrived_s.append(end_s)
-        for bucket, at_s, step_s in zip(buckets, arrived_s, workload.optimizer_s, strict=True):
-            now_s = np.maximum(now_s, at_s) + bucket.decode_s + step_s
-        ready_s = now_s
+        for (_, _, decode_s), at_s, step_s in zip(buckets, arrived_s, workload.optimizer_s, strict=True):
+            ready_s = np.maximum(ready_s, at_s) + decode_s + step_s
         finished.append(float(ready_s.max()))
     return Timing(tuple(finished), horizon.warmup)
+
+
+def _bucket_times(
+    cluster: Cluster, workload: Workload, compression: Compression, nbytes: int
+) -> tuple[float, float, float]:
+    """Return the seconds to encode, exchange and decode a bucket."""
+    nodes, ranks = cluster.nodes, cluster.ranks_per_node
+    algorithm = choose_algorithm(nodes, compression, nbytes)
+    gathers = _collectives(algorithm, nodes, compression, nbytes) if nodes > 1 else []
+    exchange_s = sum(cluster.links.tau(link, nodes, size) for link, size in gathers)
+    exchange_s += cluster.intra_legs_s(workload, nbytes)
+    if algorithm == "dense":
+        return 0.0, exchange_s, 0.0
+    elements, sent = nbytes / compression.element_nbytes / ranks, compression.coefficients(nbytes) / ranks
+    # In two_phase a node adds up its share of all payloads, as many coefficients as it sent, then reads all averages.
+    received = nodes * sent if algorithm == "gather" else sent + min(nodes * sent, elements)
+    decode_s = elements * compression.decode_s_per_element + received * compression.decode_s_per_coefficient
+    return elements * compression.encode_s_per_element, exchange_s, decode_s
 
 
 def choose_algorithm(nodes: int, compression: Compression, nbytes: float) -> Algorithm:
@@ -318,50 +296,133 @@ def choose_algorithm(nodes: int, compression: Compression, nbytes: float) -> Alg
 
     The bytes of ``gather`` grow with the number of nodes; among many, ``two_phase`` or ``dense`` sends less.
     """
-    sent: dict[Algorithm, float] = {one: sent_nbytes(one, nodes, compression, nbytes) for one in get_args(Algorithm)}
-    return min(sent, key=lambda algorithm: sent[algorithm])
+    algorithms: tuple[Algorithm, ...] = get_args(Algorithm)
+    return min(algorithms, key=lambda algorithm: sent_nbytes(algorithm, nodes, compression, nbytes))
 
 
 def sent_nbytes(algorithm: Algorithm, nodes: int, compression: Compression, nbytes: float) -> float:
     """Return the bytes that a node sends to other nodes for a bucket of ``nbytes``."""
-    if algorithm == "dense":
-        return crossings("all-reduce", nodes) * nbytes
+    return sum(crossings(link, nodes) * size for link, size in _collectives(algorithm, nodes, compression, nbytes))
+
+
+def _collectives(algorithm: Algorithm, nodes: int, compression: Compression, nbytes: float) -> list[tuple[str, float]]:
+    """Return link and bytes of each collective between nodes."""
     payload = compression.payload_nbytes(nbytes)
-    if algorithm == "gather":
-        return crossings("gather", nodes) * payload
-    return crossings("gather", nodes) / nodes * (payload + compression.averages_nbytes(nbytes, nodes))
-
-
-class _BucketTimes(NamedTuple):
-    encode_s: float
-    exchange_s: float
-    decode_s: float
-
-
-def _plan_bucket(cluster: Cluster, workload: Workload, compression: Compression, nbytes: int) -> _BucketTimes:
-    nodes, ranks = cluster.nodes, cluster.ranks_per_node
-    algorithm = choose_algorithm(nodes, compression, nbytes)
-    exchange_s = _exchange_s(cluster, compression, algorithm, nbytes) + intra_legs_s(cluster, workload, nbytes)
-    if algorithm == "dense":
-        return _BucketTimes(0.0, exchange_s, 0.0)
-    elements, sent = nbytes / compression.element_nbytes / ranks, compression.coefficients(nbytes) / ranks
-    # In two_phase a node adds up its share of all payloads, as many coefficients as it sent, then reads all averages.
-    received = nodes * sent if algorithm == "gather" else sent + min(nodes * sent, elements)
-    return _BucketTimes(
-        encode_s=elements * compression.encode_s_per_element,
-        exchange_s=exchange_s,
-        decode_s=elements * compression.decode_s_per_element + received * compression.decode_s_per_coefficient,
-    )
-
-
-def _exchange_s(cluster: Cluster, compression: Compression, algorithm: Algorithm, nbytes: int) -> float:
-    nodes, tau = cluster.nodes, cluster.links.tau
-    if nodes == 1:
-        return 0.0
-    if algorithm == "dense":
-        return tau("all-reduce", nodes, nbytes)
-    payload = compression.payload_nbytes(nbytes)
-    if algorithm == "gather":
-        return tau("gather", nodes, payload)
     averages = compression.averages_nbytes(nbytes, nodes)
-    return tau("gather", nodes, payload / nodes) + tau("gather", nodes, averages / nodes)
+    return {
+        "gather": [("gather", payload)],
+        "two_phase": [("gather", payload / nodes), ("gather", averages / nodes)],
+        "dense": [("all-reduce", nbytes)],
+    }[algorithm]
+
+
+# Comparison with All-Reduce
+
+_LOWEST_BYTES_PER_S, _HIGHEST_BYTES_PER_S = 1e5, 1e11
+_POINTS_PER_DECADE = 3
+_BISECTIONS = 12
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """A rate at which two methods take the same time; on its ``faster_side`` the compared method is faster."""
+
+    bytes_per_s: float
+    faster_side: Literal["below", "above"]
+
+
+def find_break_evens(
+    method_s: Callable[[float], float],
+    all_reduce_s: Callable[[float], float],
+    *,
+    speedup: float = 1.0,
+) -> tuple[BreakEven, ...]:
+    """Return the rates, ascending, at which All-Reduce takes ``speedup`` times as long as a method.
+
+    Rates from 100 kB/s to 100 GB/s are searched; two of them within a third of a decade may be missed.
+
+    Args:
+        method_s: the method's seconds per iteration at a rate, in bytes per second between nodes.
+        all_reduce_s: All-Reduce's seconds per iteration at a rate.
+        speedup: the ratio of the two times that is searched for.
+
+    """
+
+    def is_faster(log_rate: float) -> bool:
+        rate = math.exp(log_rate)
+        return all_reduce_s(rate) > speedup * method_s(rate)
+
+    low, high = math.log(_LOWEST_BYTES_PER_S), math.log(_HIGHEST_BYTES_PER_S)
+    count = math.ceil((high - low) / math.log(10) * _POINTS_PER_DECADE)
+    grid = [low + (high - low) * number / count for number in range(count + 1)]
+    found = []
+    for (low, faster), (high, still_faster) in pairwise([(log_rate, is_faster(log_rate)) for log_rate in grid]):
+        if faster != still_faster:
+            found.append(BreakEven(math.exp(_bisect(is_faster, low, high)), "below" if faster else "above"))
+    return tuple(found)
+
+
+def _bisect(is_faster: Callable[[float], bool], low: float, high: float) -> float:
+    at_low = is_faster(low)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_faster(middle) == at_low else (low, middle)
+    return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class SpeedupFactors:
+    """The speedup of a schedule over All-Reduce as a product of three causes, each added to the ones before it.
+
+    Args:
+        overlap: All-Reduce's traffic, but with a whole iteration to arrive; no variation of compute times.
+        links: the schedule's traffic instead of All-Reduce's; no variation.
+        variation: the speedup with variation over the speedup without.
+
+    """
+
+    overlap: float
+    links: float
+    variation: float
+
+    @property
+    def speedup(self) -> float:
+        """The product of the three factors."""
+        return self.overlap * self.links * self.variation
+
+
+def explain_speedup(
+    cluster: Cluster,
+    workload: Workload,
+    schedule: Schedule,
+    *,
+    all_reduce_workload: Workload | None = None,
+    updates: Updates = "backward",
+    horizon: Horizon = HORIZON,
+) -> SpeedupFactors:
+    """Return how much overlap, cheaper exchanges and variation contribute to a schedule's speedup over All-Reduce.
+
+    Args:
+        cluster: nodes and links.
+        workload: buckets and compute times of decentralized training.
+        schedule: one of ``flexcomm.gossip`` for as many nodes.
+        all_reduce_workload: that of All-Reduce, if its buckets are of another size.
+        updates: see :func:`simulate_decentralized`.
+        horizon: how many iterations are simulated.
+
+    """
+
+    def decentralized_s(load: Workload, which: Schedule) -> float:
+        return simulate_decentralized(cluster, load, which, updates=updates, horizon=horizon).iteration_s
+
+    reduced = all_reduce_workload or workload
+    steady = workload.steady()
+    steady_all_reduce_s = simulate_all_reduce(cluster, reduced.steady(), horizon).iteration_s
+    overlapped_s = decentralized_s(steady, AllReduceSchedule(cluster.nodes))
+    steady_s = decentralized_s(steady, schedule)
+    speedup = simulate_all_reduce(cluster, reduced, horizon).iteration_s / decentralized_s(workload, schedule)
+    return SpeedupFactors(
+        overlap=steady_all_reduce_s / overlapped_s,
+        links=overlapped_s / steady_s,
+        variation=speedup * steady_s / steady_all_reduce_s,
+    )
