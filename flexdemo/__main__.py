@@ -25,7 +25,7 @@ from flexdemo.predict import (
     predict_over_bandwidth,
     predict_over_nodes,
 )
-from flexdemo.predict.calibration import Calibration, Compute, read_calibration, read_collectives
+from flexdemo.predict.calibration import Calibration, Compute, read_calibration, read_collectives, write_json
 from flexdemo.predict.measure import calibrate as measure_cluster
 from flexdemo.predict.report import (
     RATE_UNITS,
@@ -33,7 +33,6 @@ from flexdemo.predict.report import (
     describe_scenario,
     draw_plot,
     recommend,
-    write_prediction,
     write_table,
 )
 from flexdemo.runtime import Straggler, Updates
@@ -139,8 +138,17 @@ def predict(
     over_bandwidth = predict_over_bandwidth(scenario, methods)
     over_nodes = predict_over_nodes(scenario, methods, max(max_nodes, 2))
     if json_file is not None:
-        recommendation = {"method": method, "sentence": sentence}
-        write_prediction(json_file, scenario, predictions, recommendation, skipped, over_bandwidth, over_nodes)
+        document = {
+            "schema": "flexdemo-prediction",
+            "version": 2,
+            "scenario": scenario,
+            "predictions": predictions,
+            "recommendation": {"method": method, "sentence": sentence},
+            "skipped": skipped,
+            "over_bandwidth": over_bandwidth,
+            "over_nodes": over_nodes,
+        }
+        write_json(document, json_file)
     if plot is not None:
         draw_plot(scenario, over_bandwidth, over_nodes, plot)
 

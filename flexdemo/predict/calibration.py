@@ -54,8 +54,10 @@ class Calibration:
 
 
 def write_json(document: Mapping[str, object], file: Path) -> None:
+    """Write a document that may hold dataclasses; null stands for infinity, which JSON cannot express."""
+    plain = json.loads(json.dumps(document, default=asdict), parse_constant=lambda _: None)
     try:
-        file.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        file.write_text(json.dumps(plain, indent=2) + "\n")
     except OSError as error:
         raise InvalidArgumentError(f"cannot write to {file}: {error.strerror}. Give another file.") from error
 

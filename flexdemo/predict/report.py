@@ -1,11 +1,9 @@
-"""Output of a prediction: what was assumed, the table, the recommendation, the JSON file and the plot."""
+"""Output of a prediction: what was assumed, the table, the recommendation and the plot."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -15,14 +13,12 @@ from rich.table import Table
 
 from flexcomm import InvalidArgumentError
 from flexdemo.predict import MIN_SPEEDUP, Curve, MethodPrediction, Scenario
-from flexdemo.predict.calibration import ASSUMED_COMPRESSION, Calibration, write_json
+from flexdemo.predict.calibration import ASSUMED_COMPRESSION, Calibration
 from flexdemo.runtime import BreakEven, MeasuredLinks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra that only --plot needs
 
-SCHEMA = "flexdemo-prediction"
-VERSION = 2
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -84,7 +80,8 @@ def write_table(predictions: Sequence[MethodPrediction], stream: TextIO) -> None
     table, console = Table(box=HEAVY_HEAD), Console(file=stream)
     if not stream.isatty():
         # Wide enough for any row: rich would wrap to the width that it guesses.
-        table, console = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), Console(file=stream, width=1000)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        console = Console(file=stream, width=1000, force_terminal=False)
     for place, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if place else "left")
     for one in predictions:
@@ -148,33 +145,6 @@ def recommend(predictions: Sequence[MethodPrediction]) -> tuple[str, str]:
         f"Use {chosen.method}: {taken} ms an iteration where all-reduce takes {all_reduce_taken} ms, "
         f"{chosen.speedup:.2f} times as fast, mostly because {reason}."
     )
-
-
-# The JSON file
-
-
-def write_prediction(
-    file: Path,
-    scenario: Scenario,
-    predictions: Sequence[MethodPrediction],
-    recommendation: Mapping[str, str],
-    skipped: Mapping[str, str],
-    over_bandwidth: Sequence[Curve],
-    over_nodes: Sequence[Curve],
-) -> None:
-    """Write all inputs and results; docs/predict.md describes the fields."""
-    document = {
-        "schema": SCHEMA,
-        "version": VERSION,
-        # JSON cannot express infinity, an unlimited rate: null stands for it.
-        "scenario": json.loads(json.dumps(asdict(scenario)), parse_constant=lambda _: None),
-        "predictions": [asdict(one) for one in predictions],
-        "recommendation": recommendation,
-        "skipped": skipped,
-        "over_bandwidth": [asdict(curve) for curve in over_bandwidth],
-        "over_nodes": [asdict(curve) for curve in over_nodes],
-    }
-    write_json(document, file)
 
 
 # The plot

@@ -2,16 +2,7 @@
 
 ``tau(link, k, nbytes)`` is the time of an exchange. ``nbytes`` is what a *node* holds of a bucket; where a node has
 several ranks, each carries its share of these bytes at the same time, through the node's one network card. ``link`` is
-the type of exchange:
-
-==============  ==========================================================================================
-``group``       k nodes average the bucket: 1 sends nothing, 2 send it to each other, more reduce-scatter
-                and all-gather it
-``edges``       a node sends the bucket to k others, or receives k buckets (the larger number counts)
-``all-reduce``  k nodes all-reduce the bucket
-``gather``      all-gather among k nodes, each of which contributes ``nbytes``
-``intra``       k ranks of one node: the reduce-scatter before and the all-gather after an inter-node exchange
-==============  ==========================================================================================
+the type of exchange, one of ``LINKS``; docs/runtime-model.md describes each.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from flexdemo.runtime import (
     choose_algorithm,
     explain_speedup,
     find_break_evens,
+    plan_phase,
     plan_workload,
     sent_nbytes,
     simulate_all_reduce,
     simulate_decentralized,
     simulate_flexdemo,
 )
-from flexdemo.runtime.simulation import plan_phase
 from tests.unit.closed_forms import (
     all_reduce_seconds,
     alternating_lower_bound,
