@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -77,11 +76,10 @@ COLUMNS = (
 
 def write_table(predictions: Sequence[MethodPrediction], stream: TextIO) -> None:
     """Write the table: with borders on a terminal, as plain text into a file or pipe."""
-    table, console = Table(box=HEAVY_HEAD), Console(file=stream)
+    table, width = Table(), None
     if not stream.isatty():
-        # Wide enough for any row: rich would wrap to the width that it guesses.
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        console = Console(file=stream, width=1000, force_terminal=False)
+        # Plain, and wide enough for any row: rich would wrap to the width that it guesses.
+        table, width = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), 1000
     for place, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if place else "left")
     for one in predictions:
@@ -93,7 +91,7 @@ def write_table(predictions: Sequence[MethodPrediction], stream: TextIO) -> None
             factors = f"{one.factors.overlap:.2f} x {one.factors.links:.2f} x {one.factors.variation:.2f}"
         numbers = format_number(1e3 * one.iteration_s), f"{one.speedup:.2f}", format_number(one.sent_nbytes / 1e6)
         table.add_row(one.method, *numbers, rates, rates_5_percent, factors, one.averaging)
-    console.print(table)
+    Console(file=stream, width=width, force_terminal=False if width else None).print(table)
 
 
 def format_rates(break_evens: Sequence[BreakEven], *, faster: bool) -> str:
