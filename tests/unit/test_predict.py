@@ -368,6 +368,16 @@ def test_without_typer_the_command_says_what_to_install() -> None:
     assert "pip install 'flexcomm[cli]'" in done.stderr
 
 
+def test_without_matplotlib_only_the_plot_is_refused() -> None:
+    program = (
+        "import sys; sys.modules['matplotlib'] = None; from flexdemo.__main__ import main; "
+        "sys.exit(main(['predict', '--plot', 'a.png']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'flexcomm[report]'" in done.stderr
+
+
 def test_gossip_offers_what_the_command_names() -> None:
     assert {schedule(4).nodes for schedule in SCHEDULES.values()} == {4}
     assert gossip.alternating_exponential_ring(8).period == 6
