@@ -3,7 +3,6 @@
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType
 
@@ -18,66 +17,36 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-@dataclass(frozen=True)
-class Subcommand:
-    """A function ``function`` in ``module``, imported only when it is called: many subcommands load torch."""
-
-    name: str
-    module: str
-    function: str
-    summary: str
-
-
-SUBCOMMANDS = (
-    Subcommand(
-        "demo", "bench.demo.command", "demo", "A small GPT trained over slow links, by AdamW and by our methods."
-    ),
-    Subcommand("cluster", "bench.cluster.command", "cluster", "Run a command on an emulated cluster of slow links."),
-    Subcommand("transport", "bench.transport", "transport", "Latency and overlap of the transport between nodes."),
-    Subcommand(
-        "collectives", "bench.collectives.command", "collectives", "Averaging a tensor, by size and compressor."
-    ),
-    Subcommand("sync", "bench.sync", "sync", "The cost of a synchronisation beside its bytes."),
-    Subcommand("step", "bench.step.command", "step", "The communication of one optimizer step, beside that of others."),
-    Subcommand(
-        "optimizer",
-        "bench.optimizer.command",
-        "optimizer",
-        "The cost of a step of FlexDeMo, beside AdamW and detonation.",
-    ),
-    Subcommand("mixing", "bench.mixing.command", "mixing", "The processor time of mixing, beside decent-dp."),
-    Subcommand("train", "bench.train.command", "train", "Train a small GPT by several methods, beside AdamW."),
-    Subcommand(
-        "decentralized",
-        "bench.decentralized",
-        "decentralized",
-        "Train a small GPT by decentralized Adam, beside All-Reduce.",
-    ),
-    Subcommand(
-        "sweep", "bench.collectives.sweep", "sweep", "`collectives` on emulated clusters of several sizes and rates."
-    ),
-    Subcommand(
-        "runtime", "bench.runtime.command", "runtime", "Iteration times, predicted and measured on emulated clusters."
-    ),
-    Subcommand("report", "bench.report", "report", "Measure what docs/benchmarks.md shows, and write it there."),
-    Subcommand("codec", "bench.codec.command", "codec", "Speed, bits, memory and error of compression."),
-    Subcommand(
-        "first-use", "bench.first_use", "first_use", "The first synchronisation of a process, compiling or not."
-    ),
-    Subcommand("startup", "bench.startup", "startup", "The time that importing the library takes."),
-)
+SUBCOMMANDS = {
+    "demo": ("bench.demo.command", "A small GPT trained over slow links, by AdamW and by our methods."),
+    "cluster": ("bench.cluster.command", "Run a command on an emulated cluster of slow links."),
+    "transport": ("bench.transport", "Latency and overlap of the transport between nodes."),
+    "collectives": ("bench.collectives.command", "Averaging a tensor, by size and compressor."),
+    "sync": ("bench.sync", "The cost of a synchronisation beside its bytes."),
+    "step": ("bench.step.command", "The communication of one optimizer step, beside that of others."),
+    "optimizer": ("bench.optimizer.command", "The cost of a step of FlexDeMo, beside AdamW and detonation."),
+    "mixing": ("bench.mixing.command", "The processor time of mixing, beside decent-dp."),
+    "train": ("bench.train.command", "Train a small GPT by several methods, beside AdamW."),
+    "decentralized": ("bench.decentralized", "Train a small GPT by decentralized Adam, beside All-Reduce."),
+    "sweep": ("bench.collectives.sweep", "`collectives` on emulated clusters of several sizes and rates."),
+    "runtime": ("bench.runtime.command", "Iteration times, predicted and measured on emulated clusters."),
+    "report": ("bench.report", "Measure what docs/benchmarks.md shows, and write it there."),
+    "codec": ("bench.codec.command", "Speed, bits, memory and error of compression."),
+    "first-use": ("bench.first_use", "The first synchronisation of a process, compiling or not."),
+    "startup": ("bench.startup", "The time that importing the library takes."),
+}
+"""The module of each subcommand, with a function of its name, and a summary."""
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
-    """Return the command line; only the subcommand that ``arguments`` name is loaded, the others are listed."""
+    """Return the command line; only the subcommand that ``arguments`` name is loaded: many of them load torch."""
     app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=bench.__doc__)
-    app.callback()(_always_a_group)
     # Options end at the first word of a rank's command, so that `-- python train.py --lr 3` needs no quoting.
     settings = {"allow_interspersed_args": False}
-    for sub in SUBCOMMANDS:
-        is_called = sub.name in arguments[:1]
-        body = getattr(import_module(sub.module), sub.function) if is_called else _not_loaded
-        app.command(sub.name, help=None if is_called else sub.summary, context_settings=settings)(body)
+    for name, (module, summary) in SUBCOMMANDS.items():
+        is_called = name in arguments[:1]
+        body = getattr(import_module(module), name.replace("-", "_")) if is_called else _not_loaded
+        app.command(name, help=None if is_called else summary, context_settings=settings)(body)
     return app
 
 
@@ -89,10 +58,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def _always_a_group() -> None:
-    """Have the first word name a subcommand, even if there is just one."""
 
 
 def _not_loaded() -> None:

@@ -45,39 +45,34 @@ _QUICK_EVAL_EVERY = 20
 _ALLREDUCES = (ALLREDUCE, ALLREDUCE_DDP)
 _ACCUMULATED, _COMPRESSED = "-accum", "choco"
 
-MethodsOption = Annotated[
-    str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(DECENTRALIZED_METHODS)}; or all.")
-]
-AccumulateOption = Annotated[
-    int, typer.Option("--window", help="Steps in which the moments of methods that accumulate advance once.")
-]
-ComputeOption = Annotated[
-    float,
-    typer.Option(
-        "--compute-ms",
-        metavar="MS",
-        help="Let the passes of a step last so long, by sleeping in them, as on an accelerator that leaves cores idle.",
-    ),
-]
-StragglerOption = Annotated[
-    float,
-    typer.Option(
-        "--straggler", metavar="PERCENT", help="By how much one node, another in every step, computes longer."
-    ),
-]
-
 
 def decentralized(
     size: SizeOption = "small",
-    methods: MethodsOption = "all",
+    methods: Annotated[
+        str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(DECENTRALIZED_METHODS)}; or all.")
+    ] = "all",
     steps: StepsOption = 1000,
     seeds: SeedsOption = "0",
     lr: RateLrOption = None,
     windows: WindowsOption = None,
     eval_every: EvalOption = None,
-    accumulate: AccumulateOption = Settings.accumulate,
-    compute_ms: ComputeOption = Settings.compute_ms,
-    straggler: StragglerOption = Settings.straggler_percent,
+    accumulate: Annotated[
+        int, typer.Option("--window", help="Steps in which the moments of methods that accumulate advance once.")
+    ] = Settings.accumulate,
+    compute_ms: Annotated[
+        float,
+        typer.Option(
+            "--compute-ms",
+            metavar="MS",
+            help="Let the passes of a step last so long, by sleeping, as on an accelerator that leaves cores idle.",
+        ),
+    ] = Settings.compute_ms,
+    straggler: Annotated[
+        float,
+        typer.Option(
+            "--straggler", metavar="PERCENT", help="By how much one node, another in every step, computes longer."
+        ),
+    ] = Settings.straggler_percent,
     nodes: NodesOption = 4,
     ranks_per_node: RanksOption = 1,
     rate: RateOption = None,

@@ -75,10 +75,10 @@ SECTIONS = (
     ),
 )
 
-OnlyOption = Annotated[str | None, typer.Option(metavar="WORD", help="Only sections whose title has this word.")]
 
-
-def report(only: OnlyOption = None) -> None:
+def report(
+    only: Annotated[str | None, typer.Option(metavar="WORD", help="Only sections whose title has this word.")] = None,
+) -> None:
     """Run the benchmarks that docs/benchmarks.md shows, about ten minutes, and write their tables there.
 
     Needs root, as every emulated cluster does. With --only, the page is left alone.

@@ -39,8 +39,6 @@ _COMPUTE = 1.5
 _WARMUPS = 1000
 """More calls than the world keeps records of, and enough for malloc to hold the memory that threads need."""
 
-ModelOption = Annotated[str, typer.Option(help="Whose gradients fill the buckets: 23m, 124m or tiny.")]
-
 
 class Overhead(NamedTuple):
     """Seconds of a small synchronisation, and of the bare gather of what it sends."""
@@ -64,7 +62,7 @@ class Growth(NamedTuple):
 
 
 def sync(
-    model: ModelOption = "23m",
+    model: Annotated[str, typer.Option(help="Whose gradients fill the buckets: 23m, 124m or tiny.")] = "23m",
     link_rate: LinkOption = None,
     json_file: JsonOption = None,
     quick: QuickOption = False,

@@ -4,43 +4,28 @@ import os
 from collections.abc import Sequence
 from typing import TextIO
 
+from rich.console import Console
+from rich.table import Table
+
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> None:
     """Print the rows under their columns, the first column to the left and numbers to the right."""
-    if is_terminal(stream):
-        _print_drawn(title, columns, rows, stream)
-    else:
-        print(format_plain(title, columns, rows), file=stream)
+    table, width = Table(title=title, title_justify="left"), None
+    if not is_terminal(stream):
+        # Plain, and wide enough for any row: rich would wrap to the width that it guesses.
+        print(title, file=stream)
+        table, width = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), 1000
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    # Names of compressors may look like markup or emoji.
+    Console(file=stream, width=width, force_terminal=False if width else None, markup=False, emoji=False).print(table)
 
 
 def is_terminal(stream: TextIO) -> bool:
     """Return whether the output is seen on a terminal; Open MPI gives every rank one, wherever its output goes."""
     return stream.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
-
-
-def format_plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the table as lines of text, whose width no terminal decides."""
-    lines = [columns, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    texts = ("  ".join(_align(cell, widths, i) for i, cell in enumerate(line)).rstrip() for line in lines)
-    return "\n".join([title, *texts])
-
-
-def _align(cell: str, widths: Sequence[int], index: int) -> str:
-    return cell.ljust(widths[index]) if index == 0 else cell.rjust(widths[index])
-
-
-def _print_drawn(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> None:
-    # Only on a terminal: rich cuts or wraps to the width it guesses for anything else.
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(file=stream).print(table)
 
 
 def show_size(nbytes: int) -> str:

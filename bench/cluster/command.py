@@ -25,9 +25,6 @@ NodesOption = Annotated[int, typer.Option(help="How many hosts to emulate.")]
 RanksOption = Annotated[int, typer.Option(help="How many ranks on each.")]
 RateOption = Annotated[str, typer.Option(help="Rate of each link, in each direction: kbit, mbit or gbit per second.")]
 LauncherOption = Annotated[str, typer.Option(help="openmpi, mpich or torchrun.")]
-LoopbackOption = Annotated[
-    bool, typer.Option("--loopback", help="Run the ranks on this host instead: no root needed, no rate emulated.")
-]
 SweepOption = Annotated[
     bool,
     typer.Option("--sweep", help="Remove the folders of clusters that were killed with SIGKILL, and do nothing else."),
@@ -40,7 +37,9 @@ def cluster(
     ranks_per_node: RanksOption = 1,
     rate: RateOption = "100mbit",
     launcher: LauncherOption = "openmpi",
-    loopback: LoopbackOption = False,
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="Run the ranks on this host instead: no root needed, no rate emulated.")
+    ] = False,
     sweep: SweepOption = False,
     json_file: JsonOption = None,
     quick: QuickOption = False,

@@ -46,21 +46,7 @@ _BASELINES = ("fp32", "bf16")
 _QUICK_MOST = 1 << 20
 _QUICK_ITERATIONS = 5
 
-LeastOption = Annotated[str, typer.Option("-b", "--min-bytes", metavar="SIZE", help="The least size, such as 64K.")]
-MostOption = Annotated[str, typer.Option("-e", "--max-bytes", metavar="SIZE", help="The largest size, such as 64M.")]
-FactorOption = Annotated[float, typer.Option("-f", "--step-factor", help="From one size to the next.")]
-IterationsOption = Annotated[int, typer.Option("-n", "--iterations", help="Timed calls for each line.")]
-WarmupsOption = Annotated[int, typer.Option("-w", "--warmup-iterations", help="Calls before, which do not count.")]
-VerifyOption = Annotated[int, typer.Option("-c", "--check-results", help="1: check the results, 0: do not.")]
-CompressorOption = Annotated[
-    list[str],
-    typer.Option(metavar="RECIPE:NAME=VALUE,...", help="A recipe and its arguments, demo:k=32; may be repeated."),
-]
 AlgorithmOption = Annotated[str, typer.Option(help="auto, gather, gatherv, reduce, two_phase or dense.")]
-DtypeOption = Annotated[str, typer.Option(help="What the tensors hold: fp32, bf16 or fp16.")]
-BaselinesOption = Annotated[bool, typer.Option(help="Also all-reduce everything, in fp32 and bf16.")]
-CsvOption = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the table to FILE.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the table into FILE (.png).")]
 
 
 @dataclass(frozen=True)
@@ -97,19 +83,28 @@ class Findings:
 
 
 def collectives(
-    least: LeastOption = "4K",
-    most: MostOption = "16M",
-    factor: FactorOption = 8.0,
-    iterations: IterationsOption = 10,
-    warmups: WarmupsOption = 2,
-    check_results: VerifyOption = 1,
-    compressor: CompressorOption = list(_COMPRESSORS),  # noqa: B006  (typer copies it)
+    least: Annotated[
+        str, typer.Option("-b", "--min-bytes", metavar="SIZE", help="The least size, such as 64K.")
+    ] = "4K",
+    most: Annotated[
+        str, typer.Option("-e", "--max-bytes", metavar="SIZE", help="The largest size, such as 64M.")
+    ] = "16M",
+    factor: Annotated[float, typer.Option("-f", "--step-factor", help="From one size to the next.")] = 8.0,
+    iterations: Annotated[int, typer.Option("-n", "--iterations", help="Timed calls for each line.")] = 10,
+    warmups: Annotated[int, typer.Option("-w", "--warmup-iterations", help="Calls before, which do not count.")] = 2,
+    check_results: Annotated[int, typer.Option("-c", "--check-results", help="1: check the results, 0: do not.")] = 1,
+    compressor: Annotated[
+        list[str],
+        typer.Option(metavar="RECIPE:NAME=VALUE,...", help="A recipe and its arguments, demo:k=32; may be repeated."),
+    ] = list(_COMPRESSORS),  # noqa: B006  (typer copies it)
     algorithm: AlgorithmOption = "auto",
-    dtype: DtypeOption = "fp32",
-    baselines: BaselinesOption = True,
+    dtype: Annotated[str, typer.Option(help="What the tensors hold: fp32, bf16 or fp16.")] = "fp32",
+    baselines: Annotated[bool, typer.Option(help="Also all-reduce everything, in fp32 and bf16.")] = True,
     link_rate: LinkOption = None,
-    csv_file: CsvOption = None,
-    plot: PlotOption = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the table to FILE.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the table into FILE (.png).")
+    ] = None,
     json_file: JsonOption = None,
     quick: QuickOption = False,
     check: CheckOption = False,

@@ -27,16 +27,6 @@ _MB = 1e6
 _QUICK_ITERATIONS = 3
 _TARGET_NODES = 4
 
-NodesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of nodes, of one rank each.")]
-RatesOption = Annotated[str, typer.Option(metavar="RATE,...", help="Rates of each link, in each direction.")]
-LaunchersOption = Annotated[str, typer.Option(metavar="NAME,...", help="torchrun (gloo), openmpi, mpich.")]
-LeastOption = Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Bytes of the smallest tensor.")]
-MostOption = Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Bytes of the largest.")]
-FactorOption = Annotated[float, typer.Option("-f", "--stepfactor", help="From one size to the next.")]
-CompressorOption = Annotated[str, typer.Option(metavar="RECIPE", help="As `bench collectives` takes it.")]
-AlgorithmOption = Annotated[str, typer.Option(help="auto, gather, gatherv, reduce, two_phase or dense.")]
-IterationsOption = Annotated[int, typer.Option("-n", "--iterations", help="Timed calls of each line.")]
-
 
 @dataclass(frozen=True)
 class Row:
@@ -77,15 +67,23 @@ class SweepCase:
 
 
 def sweep(
-    nodes: NodesOption = "2,4,8",
-    rates: RatesOption = "100mbit,1gbit",
-    launchers: LaunchersOption = "torchrun,openmpi,mpich",
-    least: LeastOption = "2M",
-    most: MostOption = "8M",
-    factor: FactorOption = 4.0,
-    compressor: CompressorOption = "dense:dtype=bf16",
-    algorithm: AlgorithmOption = "gather",
-    iterations: IterationsOption = 5,
+    nodes: Annotated[str, typer.Option(metavar="N,...", help="Numbers of nodes, of one rank each.")] = "2,4,8",
+    rates: Annotated[
+        str, typer.Option(metavar="RATE,...", help="Rates of each link, in each direction.")
+    ] = "100mbit,1gbit",
+    launchers: Annotated[
+        str, typer.Option(metavar="NAME,...", help="torchrun (gloo), openmpi, mpich.")
+    ] = "torchrun,openmpi,mpich",
+    least: Annotated[
+        str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Bytes of the smallest tensor.")
+    ] = "2M",
+    most: Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Bytes of the largest.")] = "8M",
+    factor: Annotated[float, typer.Option("-f", "--stepfactor", help="From one size to the next.")] = 4.0,
+    compressor: Annotated[
+        str, typer.Option(metavar="RECIPE", help="As `bench collectives` takes it.")
+    ] = "dense:dtype=bf16",
+    algorithm: Annotated[str, typer.Option(help="auto, gather, gatherv, reduce, two_phase or dense.")] = "gather",
+    iterations: Annotated[int, typer.Option("-n", "--iterations", help="Timed calls of each line.")] = 5,
     json_file: JsonOption = None,
     quick: QuickOption = False,
     check: CheckOption = False,

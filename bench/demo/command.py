@@ -30,18 +30,14 @@ from bench.train.watch import following
 _EVAL_WINDOWS = 64
 _FIGURES = frozenset({"sooner", "total_s", "replicas_differ"})
 
-LinksOption = Annotated[
-    Literal["auto", "paced", "namespaces"],
-    typer.Option(help="Links paced in software, or network namespaces (root); auto: namespaces where they work."),
-]
-RateOption = Annotated[str, typer.Option(metavar="RATE", help="Of each node's link, in each direction.")]
-SecondsOption = Annotated[float, typer.Option(help="How long each method trains.")]
-
 
 def demo(
-    links: LinksOption = "auto",
-    rate: RateOption = "10mbit",
-    seconds: SecondsOption = 13.0,
+    links: Annotated[
+        Literal["auto", "paced", "namespaces"],
+        typer.Option(help="Links paced in software, or network namespaces (root); auto: namespaces where they work."),
+    ] = "auto",
+    rate: Annotated[str, typer.Option(metavar="RATE", help="Of each node's link, in each direction.")] = "10mbit",
+    seconds: Annotated[float, typer.Option(help="How long each method trains.")] = 13.0,
     ranks_per_node: RanksOption = 1,
     out: OutOption = None,
     json_file: JsonOption = None,

@@ -22,15 +22,11 @@ from bench.tables import print_table
 FIGURES = frozenset({"overhead_of_decent_dp", "main_thread_of_decent_dp"})
 _QUICK_ROUNDS = 3
 
-NodesOption = Annotated[int, typer.Option(help="How many ranks, each a node: 2, or another power of two.")]
-RoundsOption = Annotated[int, typer.Option("-n", "--iterations", help="Rounds; each method runs once per round.")]
-WidthOption = Annotated[int, typer.Option(help="Width of the model: 4 layers of width x 4 width.")]
-
 
 def mixing(
-    nodes: NodesOption = 2,
-    rounds: RoundsOption = 11,
-    width: WidthOption = 810,
+    nodes: Annotated[int, typer.Option(help="How many ranks, each a node: 2, or another power of two.")] = 2,
+    rounds: Annotated[int, typer.Option("-n", "--iterations", help="Rounds; each method runs once per round.")] = 11,
+    width: Annotated[int, typer.Option(help="Width of the model: 4 layers of width x 4 width.")] = 810,
     json_file: JsonOption = None,
     quick: QuickOption = False,
     check: CheckOption = False,

@@ -34,13 +34,12 @@ FIGURES = frozenset(
     {"step_of_fused_adamw", "state_buffers", "gradients_of_shard", "cpu_of_detonation", "bytes_of_detonation"}
 )
 
-ModelOption = Annotated[str, typer.Option(help="Whose parameters the step alone is measured on: 23m, 124m or tiny.")]
-StepsOption = Annotated[int, typer.Option("-n", "--iterations", help="Timed steps of each optimizer.")]
-
 
 def optimizer(
-    model: ModelOption = "23m",
-    steps: StepsOption = 11,
+    model: Annotated[
+        str, typer.Option(help="Whose parameters the step alone is measured on: 23m, 124m or tiny.")
+    ] = "23m",
+    steps: Annotated[int, typer.Option("-n", "--iterations", help="Timed steps of each optimizer.")] = 11,
     json_file: JsonOption = None,
     quick: QuickOption = False,
     check: CheckOption = False,

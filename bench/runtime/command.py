@@ -55,41 +55,32 @@ _QUICK_SHARE = 8
 _QUICK_KNOWN = [ClusterShape(2, "100mbit")]
 _QUICK_GRID = [*_QUICK_KNOWN, ClusterShape(4, "100mbit")]
 
-NodesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of nodes, of one rank each.")]
-RatesOption = Annotated[str, typer.Option(metavar="RATE,...", help="Rates of each link, in each direction.")]
-CalibrateOption = Annotated[
-    str, typer.Option(metavar="N:RATE,...", help="The clusters that calibrate the model; all others are held out.")
-]
-MethodsOption = Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}.")]
-ParametersOption = Annotated[int, typer.Option(help="Of the model, fp32; rounded to whole chunks of DeMo.")]
-BucketsOption = Annotated[int, typer.Option(help="How many equal buckets the model is in.")]
-ComputeOption = Annotated[str, typer.Option(metavar="F,B", help="Milliseconds of the forward and the backward pass.")]
-StragglerOption = Annotated[float, typer.Option(help="Percent by which one node, a new one each time, is slower.")]
-SigmaOption = Annotated[float, typer.Option(help="Percent by which computing varies on every node.")]
-KOption = Annotated[int, typer.Option("-k", help="FlexDeMo's: of every 64 x 64 coefficients.")]
-SeedOption = Annotated[int, typer.Option(help="Of all draws.")]
-IterationsOption = Annotated[int, typer.Option("-n", "--iterations", help="Timed iterations of each method.")]
-LauncherOption = Annotated[str, typer.Option(help="torchrun (gloo), openmpi or mpich.")]
-MarkdownOption = Annotated[
-    Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table to FILE, as docs have it.")
-]
-
 
 def runtime(
-    nodes: NodesOption = "2,4,8",
-    rates: RatesOption = "50mbit,100mbit,1gbit",
-    calibrate: CalibrateOption = "2:100mbit,4:1gbit",
-    methods: MethodsOption = USUAL_METHODS,
-    parameters: ParametersOption = Load.parameters,
-    buckets: BucketsOption = Load.buckets,
-    compute_ms: ComputeOption = "290,580",
-    straggler: StragglerOption = 0.0,
-    sigma: SigmaOption = 0.0,
-    k: KOption = Load.k,
-    seed: SeedOption = 0,
-    iterations: IterationsOption = 12,
-    launcher: LauncherOption = "torchrun",
-    markdown: MarkdownOption = None,
+    nodes: Annotated[str, typer.Option(metavar="N,...", help="Numbers of nodes, of one rank each.")] = "2,4,8",
+    rates: Annotated[
+        str, typer.Option(metavar="RATE,...", help="Rates of each link, in each direction.")
+    ] = "50mbit,100mbit,1gbit",
+    calibrate: Annotated[
+        str, typer.Option(metavar="N:RATE,...", help="The clusters that calibrate the model; all others are held out.")
+    ] = "2:100mbit,4:1gbit",
+    methods: Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}.")] = USUAL_METHODS,
+    parameters: Annotated[
+        int, typer.Option(help="Of the model, fp32; rounded to whole chunks of DeMo.")
+    ] = Load.parameters,
+    buckets: Annotated[int, typer.Option(help="How many equal buckets the model is in.")] = Load.buckets,
+    compute_ms: Annotated[
+        str, typer.Option(metavar="F,B", help="Milliseconds of the forward and the backward pass.")
+    ] = "290,580",
+    straggler: Annotated[float, typer.Option(help="Percent by which one node, a new one each time, is slower.")] = 0.0,
+    sigma: Annotated[float, typer.Option(help="Percent by which computing varies on every node.")] = 0.0,
+    k: Annotated[int, typer.Option("-k", help="FlexDeMo's: of every 64 x 64 coefficients.")] = Load.k,
+    seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
+    iterations: Annotated[int, typer.Option("-n", "--iterations", help="Timed iterations of each method.")] = 12,
+    launcher: Annotated[str, typer.Option(help="torchrun (gloo), openmpi or mpich.")] = "torchrun",
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table to FILE, as docs have it.")
+    ] = None,
     json_file: JsonOption = None,
     quick: QuickOption = False,
     check: CheckOption = False,

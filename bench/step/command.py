@@ -98,11 +98,6 @@ _TARGET_NODES = 4
 _TARGET_RATE = "100mbit"
 _QUICK_ITERATIONS = 3
 
-ModelOption = Annotated[str, typer.Option(help="23m, 124m (GPT-2 small), or tiny to try the command out.")]
-IterationsOption = Annotated[int, typer.Option("-n", "--iterations", help="Timed steps of each method.")]
-WarmupsOption = Annotated[int, typer.Option("-w", "--warmup-iterations", help="Steps before, which do not count.")]
-MethodsOption = Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}; or all.")]
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -123,10 +118,10 @@ class Findings:
 
 
 def step(
-    model: ModelOption = "23m",
-    iterations: IterationsOption = 5,
-    warmups: WarmupsOption = 1,
-    methods: MethodsOption = "all",
+    model: Annotated[str, typer.Option(help="23m, 124m (GPT-2 small), or tiny to try the command out.")] = "23m",
+    iterations: Annotated[int, typer.Option("-n", "--iterations", help="Timed steps of each method.")] = 5,
+    warmups: Annotated[int, typer.Option("-w", "--warmup-iterations", help="Steps before, which do not count.")] = 1,
+    methods: Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}; or all.")] = "all",
     link_rate: LinkOption = None,
     json_file: JsonOption = None,
     quick: QuickOption = False,

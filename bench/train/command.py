@@ -47,19 +47,16 @@ _RATIOS: Mapping[str, Callable[[Summary, Summary, float], float]] = {
 """Figures, from the summaries of FlexDeMo and of the baseline, and a loss that both reached."""
 KNOWN_FIGURES = frozenset({*_RATIOS, "replicas_differ", "diverged"})
 
-MethodsOption = Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}; or all.")]
-ShardOption = Annotated[bool, typer.Option("--shard", help="Shard the model inside each node, by FSDP2.")]
-
 
 def train(
     size: SizeOption = "small",
-    methods: MethodsOption = "all",
+    methods: Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(METHODS)}; or all.")] = "all",
     steps: StepsOption = 1000,
     seeds: SeedsOption = "0",
     lr: RateLrOption = None,
     windows: WindowsOption = None,
     eval_every: EvalOption = None,
-    shard: ShardOption = False,
+    shard: Annotated[bool, typer.Option("--shard", help="Shard the model inside each node, by FSDP2.")] = False,
     nodes: NodesOption = 2,
     ranks_per_node: RanksOption = 2,
     rate: RateOption = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -18,12 +18,24 @@ import torch
 from torch import Tensor, nn
 
 import flexcomm
-from flexcomm import TensorSpec, World, demo
+from flexcomm import InvalidArgumentError, TensorSpec, World, demo
 from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
 from flexcomm.kernels import StateUpdate, choose_kernels
-from flexdemo.predict import PredictError
-from flexdemo.predict.calibration import Calibration, CodecTiming, Compute, fit_compression, write_calibration
+from flexdemo.predict.calibration import Calibration, CodecTiming, Compute, fit_compressions, write_calibration
 from flexdemo.runtime import Compression, LinkTable
+
+LINK_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
+_LINK_REPEATS = 5
+_MAX_CALL_S = 2.0
+"""After a call that takes longer, larger sizes are left out: they are extrapolated from the last two."""
+
+CODEC_KS = (8, 32, 128)
+_CHUNK = 64
+_SIDE = 1024
+_PAYLOADS = (2, 16)
+_CODEC_REPEATS = 7
+_ITERATIONS = 20
+_WARMUPS = 3
 
 
 def calibrate(file: Path, workload: str | None = None, compute: Compute | None = None) -> tuple[bool, Calibration]:
@@ -45,38 +57,23 @@ def calibrate(file: Path, workload: str | None = None, compute: Compute | None =
         if compute is None:
             step = step or SmallTransformer(world.device)
             compute = measure_compute(world, step, workload or SmallTransformer.NAME)
-        calibration = measure(world, compute)
-        is_first = world.topology.rank == 0
-        remarks = _describe(world)
-    if is_first:
+        topology = world.topology
+        links, codec = measure_links(world), measure_codec(world)
+        calibration = Calibration(topology.nodes, topology.local_size, links, compute, codec)
+        # Nothing that identifies the machine.
+        remarks = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "launcher": topology.launcher,
+            "inter": world.inter.name,
+            "intra": world.intra.name,
+            "device": world.device.type,
+            "flexcomm": flexcomm.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+    if topology.rank == 0:
         write_calibration(calibration, remarks, file)
-    return is_first, calibration
-
-
-def measure(world: World, compute: Compute) -> Calibration:
-    """Measure links and compression, and return them with the given compute times."""
-    topology = world.topology
-    return Calibration(
-        nodes=topology.nodes,
-        ranks_per_node=topology.local_size,
-        links=measure_links(world),
-        compute=compute,
-        codec=measure_codec(world),
-    )
-
-
-def _describe(world: World) -> dict[str, object]:
-    """Return the circumstances of the run; nothing that identifies the machine."""
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "launcher": world.topology.launcher,
-        "inter": world.inter.name,
-        "intra": world.intra.name,
-        "device": world.device.type,
-        "flexcomm": flexcomm.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    return topology.rank == 0, calibration
 
 
 def _time(call: Callable[[], object], world: World) -> float:
@@ -97,98 +94,60 @@ def _time_slowest(call: Callable[[], object], world: World, repeats: int) -> flo
     return median(slowest_s[1:])
 
 
-# Links
-
-LINK_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
-_LINK_REPEATS = 5
-_MAX_CALL_S = 2.0
-"""After a call that takes longer, larger sizes are left out: they are extrapolated from the last two."""
-
-
-def measure_links(
-    world: World, sizes: Sequence[int] = LINK_SIZES, repeats: int = _LINK_REPEATS
-) -> tuple[LinkTable, ...]:
-    """Return a table for each type of exchange that this cluster has; ``sizes`` are bytes of a node, ascending."""
-    nodes, local_size = world.topology.nodes, world.topology.local_size
-    exchanges: list[tuple[str, int, Callable[[World, int], Callable[[], object]]]] = []
-    if nodes > 1:
-        exchanges = [("group", 2, _send_to_partner), ("all-reduce", nodes, _all_reduce), ("gather", nodes, _gather)]
-    if nodes > 2:
-        exchanges.append(("edges", 1, _send_to_next))
-    if local_size > 1:
-        exchanges.append(("intra", local_size, _intra_legs))
+def measure_links(world: World) -> tuple[LinkTable, ...]:
+    """Return a table for each type of exchange that this cluster has."""
     tables = []
-    for link, k, prepare in exchanges:
+    for link, k in _plan_exchanges(world, LINK_SIZES[0]):
         seconds: list[float] = []
-        for size in sizes:
-            seconds.append(_time_slowest(prepare(world, size), world, repeats))
+        for size in LINK_SIZES:
+            seconds.append(_time_slowest(_plan_exchanges(world, size)[link, k], world, _LINK_REPEATS))
             if seconds[-1] > _MAX_CALL_S:
                 break
-        tables.append(LinkTable(link, k, tuple(sizes[: len(seconds)]), tuple(seconds)))
+        tables.append(LinkTable(link, k, LINK_SIZES[: len(seconds)], tuple(seconds)))
     return tuple(tables)
 
 
-def _shard(world: World, nbytes: int) -> Tensor:
-    """Return a rank's shard of a node's bytes; all ranks of a node send at once, as in training."""
-    return torch.zeros(max(1, nbytes // 4 // world.topology.local_size), device=world.device)
-
-
-def _send_to_partner(world: World, nbytes: int) -> Callable[[], object]:
-    mine = _shard(world, nbytes)
-    theirs, partner = torch.empty_like(mine), world.inter.rank ^ 1
+def _plan_exchanges(world: World, nbytes: int) -> dict[tuple[str, int], Callable[[], object]]:
+    """Return a call for each (link, k) with ``nbytes`` of a node; all its ranks send at once, as in training."""
+    inter, intra = world.inter, world.intra
+    shard = torch.zeros(max(1, nbytes // 4 // intra.size), device=world.device)
+    received = torch.empty_like(shard)
+    of_nodes, of_ranks = (shard.new_zeros(group.size, shard.numel()) for group in (inter, intra))
     # With an odd number of nodes the last has no partner.
-    peers = [partner] if partner < world.inter.size else []
-    return lambda: world.inter.send_recv([(peer, mine) for peer in peers], [(peer, theirs) for peer in peers]).wait()
+    partners = [inter.rank ^ 1] if inter.rank ^ 1 < inter.size else []
+    after, before = (inter.rank + 1) % inter.size, (inter.rank - 1) % inter.size
+
+    def exchange_partners() -> None:
+        inter.send_recv([(peer, shard) for peer in partners], [(peer, received) for peer in partners]).wait()
+
+    def intra_legs() -> None:
+        intra.reduce_scatter(of_ranks, shard).wait()
+        intra.all_gather(shard, of_ranks).wait()
+
+    calls: dict[tuple[str, int], Callable[[], object]] = {}
+    if inter.size > 1:
+        calls["group", 2] = exchange_partners
+        calls["all-reduce", inter.size] = lambda: inter.all_reduce(shard).wait()
+        calls["gather", inter.size] = lambda: inter.all_gather(shard, of_nodes).wait()
+    if inter.size > 2:
+        calls["edges", 1] = lambda: inter.send_recv([(after, shard)], [(before, received)]).wait()
+    if intra.size > 1:
+        calls["intra", intra.size] = intra_legs
+    return calls
 
 
-def _send_to_next(world: World, nbytes: int) -> Callable[[], object]:
-    inter, mine = world.inter, _shard(world, nbytes)
-    theirs, after, before = torch.empty_like(mine), (inter.rank + 1) % inter.size, (inter.rank - 1) % inter.size
-    return lambda: inter.send_recv([(after, mine)], [(before, theirs)]).wait()
-
-
-def _all_reduce(world: World, nbytes: int) -> Callable[[], object]:
-    mine = _shard(world, nbytes)
-    return lambda: world.inter.all_reduce(mine).wait()
-
-
-def _gather(world: World, nbytes: int) -> Callable[[], object]:
-    mine = _shard(world, nbytes)
-    out = mine.new_empty(world.inter.size, mine.numel())
-    return lambda: world.inter.all_gather(mine, out).wait()
-
-
-def _intra_legs(world: World, nbytes: int) -> Callable[[], object]:
-    shard = _shard(world, nbytes)
-    whole = shard.new_zeros(world.intra.size, shard.numel())
-
-    def both() -> None:
-        world.intra.reduce_scatter(whole, shard).wait()
-        world.intra.all_gather(shard, whole).wait()
-
-    return both
-
-
-# Compression
-
-CODEC_KS = (8, 32, 128)
-_CHUNK = 64
-_SIDE = 1024
-_PAYLOADS = (2, 16)
-_CODEC_REPEATS = 7
-
-
-def measure_codec(world: World, ks: Sequence[int] = CODEC_KS) -> tuple[Compression, ...]:
+def measure_codec(world: World) -> tuple[Compression, ...]:
     """Return the costs of ``demo(k)`` for each k, on a shard of a million elements.
 
     No data is exchanged, but all ranks measure at once, as they encode at once in training.
     """
     draw = torch.Generator().manual_seed(world.topology.rank)
     x = torch.randn(_SIDE, _SIDE, generator=draw).to(world.device)
-    return tuple(_measure_compression(world, x, k) for k in ks)
+    # Each k by itself: its decoding costs are told apart by few and many payloads.
+    return tuple(fit_compressions([_time_codec(world, x, k)])[0] for k in CODEC_KS)
 
 
-def _measure_compression(world: World, x: Tensor, k: int) -> Compression:
+def _time_codec(world: World, x: Tensor, k: int) -> CodecTiming:
     plan = plan_buffer((TensorSpec("x", tuple(x.shape), x.dtype),), demo(k, _CHUNK))
     kernels, out = choose_kernels(x.device), torch.empty_like(x)
     state = torch.zeros(plan.plans[0].state_shape, device=x.device)
@@ -208,30 +167,24 @@ def _measure_compression(world: World, x: Tensor, k: int) -> Compression:
 
     encode_s = _time_slowest(encode, world, _CODEC_REPEATS)
     decode_s = {payloads: _time_slowest(prepare_decode(payloads), world, _CODEC_REPEATS) for payloads in _PAYLOADS}
-    return fit_compression(CodecTiming(k, _CHUNK, x.numel(), plan.nbytes, encode_s, decode_s))
-
-
-# Compute times
-
-_ITERATIONS = 20
-_WARMUPS = 3
+    return CodecTiming(k, _CHUNK, x.numel(), plan.nbytes, encode_s, decode_s)
 
 
 class TrainingStep(Protocol):
-    """A workload on this rank's device, in three phases that must not communicate with other ranks."""
+    """A workload on this rank's device, in three phases that must not communicate with other ranks.
+
+    ``nbytes`` are those of the model that all ranks of a node exchange together, such as 4 for each fp32 parameter.
+    ``step`` steps the optimizer, and clears the gradients.
+    """
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the model that all ranks of a node exchange together, such as 4 for each fp32 parameter."""
-        ...
+    def nbytes(self) -> int: ...
 
     def forward(self) -> None: ...
 
     def backward(self) -> None: ...
 
-    def step(self) -> None:
-        """Step the optimizer, and clear the gradients."""
-        ...
+    def step(self) -> None: ...
 
 
 class SmallTransformer:
@@ -244,17 +197,12 @@ class SmallTransformer:
         self.model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.batch = torch.randn(4, 128, 256, generator=torch.Generator().manual_seed(0)).to(device)
-        self.loss: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(param.nbytes for param in self.model.parameters())
+        self.nbytes = sum(param.nbytes for param in self.model.parameters())
 
     def forward(self) -> None:
-        self.loss = self.model(self.batch).square().mean()
+        self.loss: Tensor = self.model(self.batch).square().mean()
 
     def backward(self) -> None:
-        assert self.loss is not None, "forward comes first"  # noqa: S101  (our own invariant)
         self.loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
@@ -266,29 +214,25 @@ def load_workload(text: str) -> TrainingStep:
     """Return the result of the function that ``package.module:function`` names."""
     module, _, name = text.partition(":")
     if not module or not name:
-        raise PredictError(f"got --workload {text!r}, needed package.module:function.")
+        raise InvalidArgumentError(f"got --workload {text!r}, needed package.module:function.")
     try:
-        made = getattr(import_module(module), name)()
+        workload: TrainingStep = getattr(import_module(module), name)()
     except (ImportError, AttributeError) as error:
-        raise PredictError(f"cannot load --workload {text!r}: {error}.") from error
-    missing = [part for part in ("forward", "backward", "step", "nbytes") if not hasattr(made, part)]
+        raise InvalidArgumentError(f"cannot load --workload {text!r}: {error}.") from error
+    missing = [part for part in ("forward", "backward", "step", "nbytes") if not hasattr(workload, part)]
     if missing:
-        raise PredictError(
-            f"--workload {text!r} returned a {type(made).__name__} without {', '.join(missing)}: needed methods "
+        raise InvalidArgumentError(
+            f"--workload {text!r} returned a {type(workload).__name__} without {', '.join(missing)}: needed methods "
             f"forward(), backward() and step(), and the model's bytes as nbytes."
         )
-    workload: TrainingStep = made
     return workload
 
 
 def measure_compute(world: World, workload: TrainingStep, name: str, iterations: int = _ITERATIONS) -> Compute:
     """Return the compute times of a node, which takes as long as the slowest of its ranks."""
-    seen = torch.zeros(iterations, 3, dtype=torch.float64)
-    for iteration in range(-_WARMUPS, iterations):
-        taken_s = [_time(part, world) for part in (workload.forward, workload.backward, workload.step)]
-        if iteration >= 0:
-            seen[iteration] = torch.tensor(taken_s, dtype=torch.float64)
-    by_rank = world.control.all_gather(seen).wait()
+    parts = workload.forward, workload.backward, workload.step
+    taken_s = [[_time(part, world) for part in parts] for _ in range(_WARMUPS + iterations)]
+    by_rank = world.control.all_gather(torch.tensor(taken_s[_WARMUPS:], dtype=torch.float64)).wait()
     by_node = torch.stack([by_rank[list(ranks)].amax(dim=0) for ranks in world.topology.members])
     return summarise_compute(by_node, name, workload.nbytes)
 
@@ -298,13 +242,6 @@ def summarise_compute(by_node: Tensor, name: str, model_nbytes: int) -> Compute:
     forward_s, backward_s, optimizer_s = by_node.mean(dim=(0, 1)).tolist()
     passes_s = by_node[:, :, :2].sum(dim=2)
     means_s = passes_s.mean(dim=1)
-    relative = passes_s / means_s[:, None] - 1
-    return Compute(
-        name=name,
-        model_nbytes=model_nbytes,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        optimizer_s=optimizer_s,
-        sigma=float(relative.square().mean().sqrt()),
-        slowness=tuple((means_s / means_s.mean()).tolist()),
-    )
+    sigma = (passes_s / means_s[:, None] - 1).square().mean().sqrt().item()
+    slowness = tuple((means_s / means_s.mean()).tolist())
+    return Compute(name, model_nbytes, forward_s, backward_s, optimizer_s, sigma, slowness)

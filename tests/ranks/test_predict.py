@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import flexcomm
+from flexdemo.predict import plan_scenario
 from flexdemo.predict.calibration import Compute, read_calibration
-from flexdemo.predict.measure import calibrate, measure, measure_compute
-from flexdemo.predict.scenario import PredictOptions, plan_scenario
+from flexdemo.predict.measure import calibrate, measure_compute, measure_links
 from tests.ranks.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def body_calibrate(file: str) -> Any:
 
 def body_measure() -> Any:
     with flexcomm.connect() as world:
-        return measure(world, GIVEN), measure_compute(world, Spin(), "spin", iterations=4)
+        return measure_links(world), measure_compute(world, Spin(), "spin", iterations=4)
 
 
 def test_two_nodes_measure_the_same_and_one_of_them_writes_it(tmp_path: Path) -> None:
@@ -54,13 +54,13 @@ def test_two_nodes_measure_the_same_and_one_of_them_writes_it(tmp_path: Path) ->
     # demo writes an index of some bits and a bfloat16 for each coefficient.
     assert all(20 < one.bits_per_coefficient < 30 for one in mine.codec)
     assert mine.compute == GIVEN
-    assert plan_scenario(PredictOptions(), mine).links.bytes_per_s > 0
+    assert plan_scenario(mine).links.bytes_per_s > 0
 
 
 def test_ranks_of_a_node_measure_its_legs_too() -> None:
     found = run_ranks(body_measure, 4, ranks_per_node=2)
     assert all(one == found[0] for one in found)
-    links, spun = found[0][0].links, found[0][1]
+    links, spun = found[0]
     assert [(table.link, table.k) for table in links] == [("group", 2), ("all-reduce", 2), ("gather", 2), ("intra", 2)]
     assert spun.model_nbytes == 4096
     assert len(spun.slowness) == 2
@@ -69,7 +69,7 @@ def test_ranks_of_a_node_measure_its_legs_too() -> None:
 @pytest.mark.slow
 def test_three_nodes_also_pass_on_and_the_odd_one_swaps_with_nobody() -> None:
     found = run_ranks(body_measure, 3, ranks_per_node=1)
-    assert [(table.link, table.k) for table in found[0][0].links] == [
+    assert [(table.link, table.k) for table in found[0][0]] == [
         ("group", 2),
         ("all-reduce", 3),
         ("gather", 3),

@@ -23,14 +23,13 @@ from flexdemo.runtime import (
     choose_algorithm,
     explain_speedup,
     find_break_evens,
+    plan_phase,
     plan_workload,
     sent_nbytes,
     simulate_all_reduce,
     simulate_decentralized,
     simulate_flexdemo,
 )
-from flexdemo.runtime.simulation import plan_phase
-from flexdemo.runtime.workload import intra_legs_s
 from tests.unit.closed_forms import (
     all_reduce_seconds,
     alternating_lower_bound,
@@ -140,7 +139,7 @@ def naive_exchange(
     cluster: Cluster, workload: Workload, phase: Phase, b: int, ready: list[float], engine: list[float]
 ) -> list[float]:
     size, n = workload.bucket_nbytes[b], cluster.nodes
-    legs = intra_legs_s(cluster, workload, size)
+    legs = cluster.intra_legs_s(workload, size)
     free = [max(u, q) for u, q in zip(ready, engine, strict=True)]
     end = [-math.inf] * n
     for group in phase.groups:
@@ -168,7 +167,7 @@ def naive_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon) -> 
         end = now
         for b, size in enumerate(workload.bucket_nbytes):
             gradients = [g + f * workload.backward_s[b] for g, f in zip(gradients, factors, strict=True)]
-            legs = intra_legs_s(cluster, workload, size)
+            legs = cluster.intra_legs_s(workload, size)
             end = max(*gradients, end) + legs + cluster.links.tau("all-reduce", cluster.nodes, size)
         now = max(end, *gradients) + sum(workload.optimizer_s)
         finished.append(now)
