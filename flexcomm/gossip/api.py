@@ -17,10 +17,10 @@ from flexcomm.bootstrap.hang_report import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.compress import Compressor
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError
-from flexcomm.gossip.mix import MessageHeader, MixContext, mix_bucket
-from flexcomm.gossip.plan import MixSettings, plan_for, round_of
+from flexcomm.gossip.mix import MessageHeader, MixContext, MixResiduals, PushSum, mix_bucket
+from flexcomm.gossip.phase import round_of
+from flexcomm.gossip.plan import MixSettings, plan_for
 from flexcomm.gossip.schedule import ScheduleLike
-from flexcomm.gossip.state import MixResiduals, PushSum
 from flexcomm.stats import SyncRecord, Timed
 from flexcomm.sync.engine import BucketTask
 from flexcomm.world import World, default_world
@@ -177,17 +177,8 @@ def plan_mix(
     Later calls of :func:`start_mix` with the same arguments need no agreement, so they can be made where ranks may
     come in different orders, such as in the hooks of a backward pass.
 
-    Args:
-        tensors: only shapes, dtypes and the device matter.
-        schedule: as for :func:`mix`, like the arguments below.
-        world: the ranks.
-        sharded: whether the tensors are shards.
-        gamma: the share of the way to ``W x``.
-        has_push_sum: whether the calls will pass ``push_sum``.
-        compressor: compresses changes.
-        has_residuals: whether the calls will pass ``residuals``.
-        communicator: names the process groups.
-
+    :func:`mix` explains the arguments. Of ``tensors`` only shapes, dtypes and the device matter; ``has_push_sum`` and
+    ``has_residuals`` say whether the calls will pass ``push_sum`` and ``residuals``.
     """
     settings = MixSettings(sharded, gamma, compressor, communicator, has_push_sum, has_residuals)
     plan_for(world or default_world(), tensors, schedule, settings)
@@ -197,9 +188,8 @@ class MixHandle(Generic[T]):
     """A mix under way. Handles may be waited for in any order."""
 
     def __init__(self, world: World, task: BucketTask[MixContext], result: T) -> None:
-        self._world, self._task = world, task
+        self._world, self._task, self._is_explained = world, task, False
         self._result: T = result
-        self._is_explained = False
 
     def wait(self) -> MixResult[T]:
         """Return the mixed tensors. Further calls return them again, or raise the same error again."""
