@@ -48,18 +48,17 @@ class ConsensusControl:
     decay: float = 0.9
 
     def __post_init__(self) -> None:
+        rules = {
+            "bound": (self.bound > 0, "above 0"),
+            "action": (self.action in get_args(Action), f"one of {', '.join(get_args(Action))}"),
+            "most_rounds": (self.most_rounds >= 1, "at least 1"),
+            "every": (self.every >= 1, "at least 1"),
+            "decay": (0 <= self.decay < 1, "at least 0 and below 1"),
+        }
         wrong = [
-            words
-            for words, is_wrong in {
-                f"bound is {self.bound!r}, but must be above 0": not self.bound > 0,
-                f"action is {self.action!r}, but must be one of {', '.join(get_args(Action))}": (
-                    self.action not in get_args(Action)
-                ),
-                f"most_rounds is {self.most_rounds!r}, but must be at least 1": self.most_rounds < 1,
-                f"every is {self.every!r}, but must be at least 1": self.every < 1,
-                f"decay is {self.decay!r}, but must be at least 0 and below 1": not 0 <= self.decay < 1,
-            }.items()
-            if is_wrong
+            f"{name} is {getattr(self, name)!r}, but must be {rule}"
+            for name, (holds, rule) in rules.items()
+            if not holds
         ]
         if wrong:
             raise InvalidArgumentError(f"{'; '.join(wrong)}.")
