@@ -100,7 +100,8 @@ def alternating_exponential_ring(nodes: int) -> Schedule:
     """
     nodes = as_count("nodes", nodes, "alternating_exponential_ring")
     pairs = base(nodes) if nodes & (nodes - 1) else one_peer_exponential(nodes)
-    return Schedule(f"alternating_exponential_ring({nodes})", nodes, alternating(pairs).phases)
+    halves = chain.from_iterable(map(_halve, pairs.phases))
+    return Schedule(f"alternating_exponential_ring({nodes})", nodes, tuple(halves))
 
 
 def static_exponential(nodes: int) -> Schedule:

@@ -39,33 +39,24 @@ from flexcomm.sync.plan import sum_dtype
 Messages = Sequence[tuple[int, Tensor]]
 
 
-class MessageHeader(NamedTuple):
-    """The digest of the plan, the step, the number of the call, and the sender's push-sum weight.
-
-    It identifies the call, so a node that is in another call, or at another step, is found before any of its payload
-    is used.
-    """
-
-    digest: int
-    step: int
-    sequence: int
-    push_weight: float
-
-
 _HEADER = struct.Struct("=qQQd")
+"""A message's header: the digest of the plan, the step, the number of the call, the sender's push-sum weight."""
 
 
 @dataclass(eq=False)
 class MixContext:
-    """One mix under way, and everything its path needs. This is node ``node``."""
+    """One mix under way, and everything its path needs. This is node ``node``; ``sequence`` is the call's number."""
 
     plan: MixPlan
     tensors: list[Tensor]
     outputs: list[Tensor]
     node: int
     round: Round
-    header: MessageHeader
+    step: int
+    sequence: int
     push_sum: PushSum | None
+    push_weight: float
+    """This node's push-sum weight when the mix was started."""
     residuals: MixResiduals | None
     buffers: Buffers
     record: SyncRecord
@@ -153,7 +144,7 @@ def mix_by_shards(ctx: MixContext) -> Steps[WeightedSum]:
 
 def mix_between_nodes(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
     """Communicate with the peers of this round, and return the weighted sum that replaces ``x``."""
-    round_, gamma, own = ctx.round, ctx.plan.gamma, ctx.header.push_weight
+    round_, gamma, own = ctx.round, ctx.plan.gamma, ctx.push_weight
     self_weight = (1.0 - gamma) + gamma * round_.self_weight
     if ctx.residuals is not None:
         difference, received = yield from send_changes(ctx, x, ctx.residuals)
@@ -182,7 +173,7 @@ def reduce_group(ctx: MixContext, x: Tensor) -> Steps[tuple[Tensor, float]]:
     parts = dict(zip(group, torch.tensor_split(x, len(group)), strict=True))
     buffers = {peer: ctx.buffer(f"part from {peer}", parts[node].numel(), x.dtype) for peer in others}
     received = yield from send_recv_messages(ctx, [(peer, parts[peer]) for peer in others], list(buffers.items()))
-    push_weights = dict(zip(others, received, strict=True)) | {node: ctx.header.push_weight}
+    push_weights = dict(zip(others, received, strict=True)) | {node: ctx.push_weight}
     # Group order, not arrival order: each part is added by another node, and all must add alike.
     first, *rest = [buffers.get(peer, parts[node]) for peer in group]
     weights = [weight * push_weights[peer] for peer in group]
@@ -199,7 +190,7 @@ def send_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps[t
     Also return the sum of the push-sum weights received. See [Note: compressed mixing]. The next state of the residuals
     is computed here, and committed with the outputs.
     """
-    plan, step, sequence, own = ctx.plan.buffer_plan, ctx.header.step, ctx.header.sequence, ctx.header.push_weight
+    plan, own = ctx.plan.buffer_plan, ctx.push_weight
     assert plan is not None, "plans with residuals have a compressor"  # noqa: S101  (our own invariant)
     (public, public_sum), (next_public, next_sum) = residuals.lend(x.numel(), x.device)
     change = ctx.buffer("change", x.numel(), torch.float32)
@@ -209,19 +200,19 @@ def send_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps[t
     encoder = Encoder(plan, ctx.buffer("payload", plan.nbytes, torch.uint8), ctx.plan.kernels)
     with Timed(ctx.record, "encode"):
         # If the change is nonfinite, the payload is marked so, and all receivers raise.
-        encoder.encode_(tensors, step=step, sequence=sequence)
+        encoder.encode_(tensors, step=ctx.step, sequence=ctx.sequence)
     payloads, weights = yield from send_recv_peers(ctx, encoder.buffer)
     with Timed(ctx.record, "decode"):
         # The own payload is decoded, too: peers know what was sent, not what was meant.
         messages = zip(ctx.round.receives_from, payloads, ctx.round.weights, strict=True)
         for sender, payload, weight in ((ctx.node, encoder.buffer, ctx.round.self_weight), *messages):
             decoder = Decoder(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), ctx.plan.kernels)
-            if decoder.verify(step=step, sequence=sequence):
+            if decoder.verify(step=ctx.step, sequence=ctx.sequence):
                 raise NonFiniteError(
                     f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed "
                     f"here. End the run, and lower the learning rate, or clip."
                 )
-            decoder.decode_(tensors, step=step, average="nodes")
+            decoder.decode_(tensors, step=ctx.step, average="nodes")
             public_sum = torch.add(public_sum, change, alpha=weight, out=next_sum)
             if sender == ctx.node:
                 torch.add(public, change, out=next_public)
@@ -245,21 +236,22 @@ def send_recv_messages(ctx: MixContext, sends: Messages, receives: Messages) -> 
     """
     if not (sends or receives):
         return []
-    own = torch.frombuffer(bytearray(_HEADER.pack(*ctx.header)), dtype=torch.int64).to(ctx.plan.device)
+    header = _HEADER.pack(ctx.plan.digest, ctx.step, ctx.sequence, ctx.push_weight)
+    own = torch.frombuffer(bytearray(header), dtype=torch.int64).to(ctx.plan.device)
     headers = [(peer, torch.empty_like(own)) for peer, _ in receives]
     yield _send_recv([(peer, own) for peer, _ in sends], headers)
-    push_weights = [_check_header(ctx.header, words, peer) for peer, words in headers]
+    push_weights = [_check_header(ctx, words, peer) for peer, words in headers]
     yield _send_recv_payloads(ctx, sends, receives)
     return push_weights
 
 
-def _check_header(own: MessageHeader, words: Tensor, sender: int) -> float:
-    """Return the push-sum weight in a received header. Raise if any other field differs from that of this node."""
-    header = MessageHeader(*_HEADER.unpack(words.cpu().numpy().tobytes()))
+def _check_header(ctx: MixContext, words: Tensor, sender: int) -> float:
+    """Return the push-sum weight in a received header. Raise if its sender is in another call, or at another step."""
+    digest, step, sequence, push_weight = _HEADER.unpack(words.cpu().numpy().tobytes())
     fields = {
-        "step": (header.step, own.step),
-        "number of mixes so far": (header.sequence, own.sequence),
-        "tensors, schedule or settings (by their digest)": (header.digest, own.digest),
+        "step": (step, ctx.step),
+        "number of mixes so far": (sequence, ctx.sequence),
+        "tensors, schedule or settings (by their digest)": (digest, ctx.plan.digest),
     }
     for name, (theirs, ours) in fields.items():
         if theirs != ours:
@@ -267,7 +259,7 @@ def _check_header(own: MessageHeader, words: Tensor, sender: int) -> float:
                 f"nodes disagree on what they mix, and nothing was changed: node {sender} sent {name} {theirs}, "
                 f"here it is {ours}. Mix the same tensors at the same steps, in the same order, on every node."
             )
-    return header.push_weight
+    return float(push_weight)
 
 
 def _send_recv_payloads(ctx: MixContext, sends: Messages, receives: Messages) -> Collective:
@@ -314,7 +306,6 @@ class MixResiduals:
         self._claimed = True
 
     def unclaim(self) -> None:
-        """End the reservation."""
         self._claimed = False
 
     def begin(self, x: Tensor, weight_sum: float = 1.0) -> None:
@@ -382,9 +373,7 @@ class PushSum:
         self.weight = weight
 
     def state_dict(self) -> dict[str, float]:
-        """Return the weight."""
         return {"weight": self.weight}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the weight of a state."""
         self.weight = PushSum(float(state["weight"])).weight

@@ -49,7 +49,7 @@ class Group:
                 f"a group has members {first_few(members) or '(none)'}, but needs at least one node, all from 0 on and "
                 f"each once."
             )
-        # Written so that NaN is refused too.
+        # Written so that NaN is refused, too.
         if self.self_weight is not None and len(members) > 1 and not 0.0 < self.self_weight < 1.0:
             raise InvalidArgumentError(
                 f"the group of {first_few(members)} has self_weight {self.self_weight}, but it must lie between 0 and "
@@ -86,9 +86,8 @@ class Edge:
 
     def __post_init__(self) -> None:
         if not (type(self.source) is type(self.target) is int and type(self.weight) is float):
-            object.__setattr__(self, "source", as_int(self.source, "the source of an edge"))
-            object.__setattr__(self, "target", as_int(self.target, "the target of an edge"))
-            object.__setattr__(self, "weight", as_float(self.weight, "the weight of an edge"))
+            for name, as_number in (("source", as_int), ("target", as_int), ("weight", as_float)):
+                object.__setattr__(self, name, as_number(getattr(self, name), f"the {name} of an edge"))
         if self.source == self.target or self.source < 0 or self.target < 0:
             raise InvalidArgumentError(
                 f"an edge leads from node {self.source} to node {self.target}, but needs two different nodes from 0 "
@@ -149,14 +148,16 @@ class Phase:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(sorted(self.groups, key=attrgetter("members"))))
         object.__setattr__(self, "edges", tuple(sorted(self.edges, key=attrgetter("source", "target"))))
-        grouped = Counter(chain.from_iterable(group.members for group in self.groups))
-        twice = sorted(node for node, count in grouped.items() if count > 1)
-        if twice:
+        grouped = list(chain.from_iterable(group.members for group in self.groups))
+        if len(set(grouped)) < len(grouped):
+            twice = sorted(node for node, count in Counter(grouped).items() if count > 1)
             raise InvalidArgumentError(
                 f"node {first_few(twice)} is in two groups of one phase, but can be in one at most: join the groups, "
                 f"or put them into two phases."
             )
-        both = sorted(grouped.keys() & {node for edge in self.edges for node in (edge.source, edge.target) if grouped})
+        both = (
+            sorted({node for edge in self.edges for node in (edge.source, edge.target)} & {*grouped}) if grouped else []
+        )
         if both:
             raise InvalidArgumentError(
                 f"node {first_few(both)} is in a group and on an edge of one phase, but can be in one only: write the "
@@ -168,12 +169,12 @@ class Phase:
                     f"two edges lead from node {one.source} to node {one.target} in one phase, with weights "
                     f"{one.weight} and {other.weight}: write one edge with the weight you mean."
                 )
-        for source in self._out_edges:
-            if self.self_weight(source) <= ROUNDING:
+        for source, outgoing in self._out_edges.items():
+            total = math.fsum(edge.weight for edge in outgoing)
+            if 1.0 - total <= ROUNDING:
                 raise InvalidArgumentError(
-                    f"the outgoing edges of node {source} have weights that sum to {1 - self.self_weight(source):.6g} "
-                    f"in one phase, which leaves {self.self_weight(source):.6g} for its own value: give them weights "
-                    f"that sum to less than 1."
+                    f"the outgoing edges of node {source} have weights that sum to {total:.6g} in one phase, which "
+                    f"leaves {1.0 - total:.6g} for its own value: give them weights that sum to less than 1."
                 )
 
     def group_of(self, node: int) -> Group | None:
@@ -203,7 +204,8 @@ class Phase:
 
     def links(self) -> Iterator[tuple[int, int]]:
         """Yield the source and target of every link; a group counts as a star around its first member."""
-        yield from ((edge.source, edge.target) for edge in self.edges)
+        for edge in self.edges:
+            yield edge.source, edge.target
         for group in self.groups:
             for member in group.members[1:]:
                 yield group.members[0], member
@@ -234,9 +236,13 @@ class Phase:
         """Return ``W x`` for the values ``x`` of all nodes; few elements of ``W`` are not zero."""
         mixed = x.copy()
         for group in self.groups:
-            values = x[list(group.members)]
-            others = values.sum(axis=0) - values
-            mixed[list(group.members)] = group.own_weight * values + group.peer_weight * others
+            members = list(group.members)
+            values = x[members]
+            total = values.sum(axis=0)
+            if group.self_weight is None:
+                mixed[members] = group.own_weight * total
+            else:
+                mixed[members] = group.own_weight * values + group.peer_weight * (total - values)
         for source in self._out_edges:
             mixed[source] *= self.self_weight(source)
         for edge in self.edges:

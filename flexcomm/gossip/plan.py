@@ -175,8 +175,7 @@ def _choose_gamma(compressor: Compressor, kinds: set[bool], asked: float | None)
             f"{compressor} sends one magnitude for a chunk: differences between nodes concentrate in few elements, and "
             f"mixing diverges on some graphs after hundreds of rounds. Use values='sign2' or 'int8'."
         )
-    share = min((_share_of(plan) for plan in plans), default=1.0)
-    most = min((_most_gamma(plan) for plan in plans), default=1.0)
+    share, most = map(min, zip((1.0, 1.0), *map(_share_and_most_gamma, plans), strict=True))
     if asked is not None and asked > most:
         raise InvalidArgumentError(
             f"gamma={asked:g} diverges with {compressor}, which sends a share of {share:.3g} and drops the rest: pass "
@@ -185,15 +184,12 @@ def _choose_gamma(compressor: Compressor, kinds: set[bool], asked: float | None)
     return min(share, most) if asked is None else asked
 
 
-def _share_of(plan: TensorPlan) -> float:
-    """Return the share of a tensor's coefficients that is sent."""
-    return min(1.0, plan.entries / (plan.chunks * plan.chunk_numel))
-
-
-def _most_gamma(plan: TensorPlan) -> float:
-    """Return the largest ``gamma`` that is known to converge."""
-    share, drawn = _share_of(plan), plan.selection.rule.sample_key is not None
-    most = 1.0 if share == 1.0 else share * (1.0 if drawn else 2.0)
+def _share_and_most_gamma(plan: TensorPlan) -> tuple[float, float]:
+    """Return the share of a tensor's coefficients that is sent, and the largest ``gamma`` that is known to converge."""
+    share = min(1.0, plan.entries / (plan.chunks * plan.chunk_numel))
     magnitudes = plan.values.format.magnitudes
     coarse = magnitudes is not None and magnitudes <= _FEW_MAGNITUDES
-    return min(most, _MOST_BIASED_GAMMA if coarse or share < 1.0 else 1.0)
+    if share == 1.0:
+        return share, _MOST_BIASED_GAMMA if coarse else 1.0
+    drawn = plan.selection.rule.sample_key is not None
+    return share, min(_MOST_BIASED_GAMMA, share if drawn else 2.0 * share)

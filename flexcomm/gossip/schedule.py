@@ -181,8 +181,10 @@ class Schedule:
     @cached_property
     def digest(self) -> str:
         """A short text, equal for equal schedules only; the same in every process."""
-        fields = f"{self.name!r} {self.nodes} {self.phases!r}"
-        return hashlib.blake2b(fields.encode(), digest_size=16).hexdigest()
+        # Tuples print faster than dataclasses do.
+        groups = [[(group.members, group.self_weight) for group in phase.groups] for phase in self.phases]
+        edges = [[(edge.source, edge.target, edge.weight) for edge in phase.edges] for phase in self.phases]
+        return hashlib.blake2b(repr((self.name, self.nodes, groups, edges)).encode(), digest_size=16).hexdigest()
 
     def __hash__(self) -> int:
         return int(self.digest[:15], 16)

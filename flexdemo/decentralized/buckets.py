@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -48,7 +48,7 @@ class MixBucket:
         compressor: Compressor | None,
         communicator: str,
     ) -> None:
-        self.params, self.names, self.sharded = list(bucket.params), list(bucket.names), bucket.node_averaged
+        self.params, self.names, self.sharded = bucket.params, bucket.names, bucket.node_averaged
         self.squared_distance: Tensor | None = None
         """The squared distance by which the last mix moved this rank's parameters."""
         self.tensors = [local(param) for param in self.params]
@@ -146,17 +146,12 @@ class MixBucket:
         push_sum = None if self.push_sum is None else PushSum(self.push_sum.weight)
         return self._start_mix(self._complete, 0, push_sum=push_sum).wait()
 
-    def write(self, values: list[Tensor]) -> None:
-        """Copy values into the parameters."""
-        torch._foreach_copy_(self.tensors, values)
-        self.accept_changes()
-
     def accept_changes(self) -> None:
         """Treat the parameters as unchanged since their mix started: a change was reverted before it was read."""
         self._versions = [version_of(param) for param in self.params]
 
 
-def _flatten_(params: list[Parameter]) -> Tensor:
+def _flatten_(params: Sequence[Parameter]) -> Tensor:
     """Move the parameters into one flat tensor, of which they are views from then on, and return it."""
     flat = torch.cat([param.detach().reshape(-1) for param in params])
     parts = torch.split(flat, [param.numel() for param in params])

@@ -1,8 +1,7 @@
 """Consensus control: replicas that are too far apart, relative to the size of their steps, mix more.
 
-Kong et al. 2021 (arXiv 2102.04828): while the distance between replicas stays below a critical value, decentralized
-training converges as fast as centralized. That value is proportional to the size of a step, so the distance is compared
-with it.
+Kong et al. 2021 (arXiv 2102.04828): decentralized training converges as fast as centralized while the distance between
+replicas stays below a critical value, which is proportional to the size of a step.
 """
 
 from __future__ import annotations
@@ -55,11 +54,8 @@ class ConsensusControl:
             "every": (self.every >= 1, "at least 1"),
             "decay": (0 <= self.decay < 1, "at least 0 and below 1"),
         }
-        wrong = [
-            f"{name} is {getattr(self, name)!r}, but must be {rule}"
-            for name, (holds, rule) in rules.items()
-            if not holds
-        ]
+        broken = {name: rule for name, (holds, rule) in rules.items() if not holds}
+        wrong = [f"{name} is {getattr(self, name)!r}, but must be {rule}" for name, rule in broken.items()]
         if wrong:
             raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 

@@ -159,23 +159,24 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
         """
         floats = [x for x in buffers if x.is_floating_point()]
-        saved = [(bucket, [x.clone() for x in bucket.tensors]) for bucket in self._mix_buckets.values()]
-        saved_floats = [x.clone() for x in floats]
-        for bucket, _ in saved:
+        tensors = [x for bucket in self._mix_buckets.values() for x in bucket.tensors] + floats
+        saved = [x.clone() for x in tensors]
+        for bucket in self._mix_buckets.values():
             bucket.wait_received()
         try:
             self._write_means(floats)
             yield
         finally:
-            for bucket, values in saved:
-                bucket.write(values)
-            for x, value in zip(floats, saved_floats, strict=True):
+            for x, value in zip(tensors, saved, strict=True):
                 x.copy_(value)
+            for bucket in self._mix_buckets.values():
+                bucket.accept_changes()
 
     @torch.no_grad()
     def _write_means(self, floats: list[Tensor]) -> None:
         for bucket in self._mix_buckets.values():
-            bucket.write(bucket.mean().tensors)
+            torch._foreach_copy_(bucket.tensors, bucket.mean().tensors)
+            bucket.accept_changes()
         graph = complete(self._world.topology.nodes)
         for x in floats:
             mix(x, graph, 0, world=self._world, communicator=self._communicator, out=x)
@@ -366,12 +367,9 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
 
 def _check_arguments(order: str, overlap: str, max_norm: float | None) -> None:
-    choices = {"order": (order, Order), "overlap": (overlap, Overlap)}
-    wrong = [
-        f"{name} is {value!r}, but must be one of {', '.join(get_args(choice))}"
-        for name, (value, choice) in choices.items()
-        if value not in get_args(choice)
-    ]
+    choices = {"order": (order, get_args(Order)), "overlap": (overlap, get_args(Overlap))}
+    unknown = {name: choice for name, choice in choices.items() if choice[0] not in choice[1]}
+    wrong = [f"{name} is {value!r}, but must be one of {', '.join(all_)}" for name, (value, all_) in unknown.items()]
     if max_norm is not None and not max_norm > 0:
         wrong.append(f"max_norm is {max_norm!r}, but must be above 0")
     if max_norm is not None and overlap == "backward":
