@@ -35,7 +35,7 @@ from flexcomm.errors import (
     WireError,
 )
 from flexcomm.gossip.api import MixHandle, MixResult, mix, start_mix
-from flexcomm.gossip.state import MixResiduals, PushSum
+from flexcomm.gossip.mix import MixResiduals, PushSum
 from flexcomm.kernels import Average, TensorPlan
 from flexcomm.sync import (
     BUCKET_BYTES,

@@ -1,8 +1,4 @@
-"""Gossip: nodes mix with a few others at a time, instead of averaging over all.
-
-``api`` has the verbs, ``mix`` the path of one mix, ``plan`` what follows from shapes and settings, ``graphs`` and
-``schedule`` the schedules.
-"""
+"""Gossip: nodes mix with a few others at a time, instead of averaging over all."""
 
 from __future__ import annotations
 
@@ -20,8 +16,7 @@ from flexcomm.gossip.graphs import (
     ring,
     static_exponential,
 )
-from flexcomm.gossip.phase import Edge, Group, Phase
-from flexcomm.gossip.plan import Round, round_of
+from flexcomm.gossip.phase import Edge, Group, Phase, Round, round_of
 from flexcomm.gossip.schedule import Schedule, ScheduleLike, ScheduleReport, from_edges, from_matrix
 
 __all__ = [

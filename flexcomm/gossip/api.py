@@ -17,10 +17,10 @@ from flexcomm.bootstrap.hang_report import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.compress import Compressor
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError
-from flexcomm.gossip.mix import MessageHeader, MixContext, mix_bucket
-from flexcomm.gossip.plan import MixSettings, plan_for, round_of
+from flexcomm.gossip.mix import MixContext, MixResiduals, PushSum, mix_bucket
+from flexcomm.gossip.phase import round_of
+from flexcomm.gossip.plan import MixSettings, plan_for
 from flexcomm.gossip.schedule import ScheduleLike
-from flexcomm.gossip.state import MixResiduals, PushSum
 from flexcomm.stats import SyncRecord, Timed
 from flexcomm.sync.engine import BucketTask
 from flexcomm.world import World, default_world
@@ -132,7 +132,15 @@ def start_mix(
     settings = MixSettings(sharded, gamma, compressor, communicator, push_sum is not None, residuals is not None)
     plan = plan_for(world, xs, schedule, settings)
     check_numbers(step, 0)
-    outputs = _outputs_for(xs, out)
+    if out is None:
+        outputs = [torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False) for x in xs]
+    else:
+        outputs = [out] if isinstance(out, Tensor) else list(out)
+        if [(x.shape, x.dtype, x.device) for x in outputs] != [(x.shape, x.dtype, x.device) for x in xs]:
+            raise InvalidTensorError(
+                f"out has {[list(x.shape) for x in outputs]} for tensors of {[list(x.shape) for x in xs]}: pass one "
+                f"for each, of the same shape, dtype and device; the tensors themselves will do."
+            )
     if residuals is not None:
         residuals.claim()
     node = world.topology.node
@@ -146,8 +154,10 @@ def start_mix(
         outputs=outputs,
         node=node,
         round=round_,
-        header=MessageHeader(plan.digest, step, sequence, 1.0 if push_sum is None else push_sum.weight),
+        step=step,
+        sequence=sequence,
         push_sum=push_sum,
+        push_weight=1.0 if push_sum is None else push_sum.weight,
         residuals=residuals,
         buffers=plan.pool.take(),
         record=SyncRecord(syncs=1, dense_bytes=plan.numel * plan.dtype.itemsize),
@@ -177,17 +187,8 @@ def plan_mix(
     Later calls of :func:`start_mix` with the same arguments need no agreement, so they can be made where ranks may
     come in different orders, such as in the hooks of a backward pass.
 
-    Args:
-        tensors: only shapes, dtypes and the device matter.
-        schedule: as for :func:`mix`, like the arguments below.
-        world: the ranks.
-        sharded: whether the tensors are shards.
-        gamma: the share of the way to ``W x``.
-        has_push_sum: whether the calls will pass ``push_sum``.
-        compressor: compresses changes.
-        has_residuals: whether the calls will pass ``residuals``.
-        communicator: names the process groups.
-
+    :func:`mix` explains the arguments. Of ``tensors`` only shapes, dtypes and the device matter; ``has_push_sum`` and
+    ``has_residuals`` say whether the calls will pass ``push_sum`` and ``residuals``.
     """
     settings = MixSettings(sharded, gamma, compressor, communicator, has_push_sum, has_residuals)
     plan_for(world or default_world(), tensors, schedule, settings)
@@ -197,9 +198,8 @@ class MixHandle(Generic[T]):
     """A mix under way. Handles may be waited for in any order."""
 
     def __init__(self, world: World, task: BucketTask[MixContext], result: T) -> None:
-        self._world, self._task = world, task
+        self._world, self._task, self._is_explained = world, task, False
         self._result: T = result
-        self._is_explained = False
 
     def wait(self) -> MixResult[T]:
         """Return the mixed tensors. Further calls return them again, or raise the same error again."""
@@ -208,7 +208,7 @@ class MixHandle(Generic[T]):
             self.wait_received()
             self._task.write_outputs()
             self._unclaim()
-            self._world.add_stats(ctx.record, step=ctx.header.step)
+            self._world.add_stats(ctx.record, step=ctx.step)
             ctx.plan.pool.give_back(ctx.buffers)
         assert ctx.squared_distance is not None, "outputs are written"  # noqa: S101  (our own invariant)
         return MixResult(self._result, ctx.squared_distance)
@@ -221,7 +221,7 @@ class MixHandle(Generic[T]):
         if task.failure is not None:
             self._unclaim()
             if isinstance(task.failure, DeadlineExceededError) and not self._is_explained:
-                task.failure = explain_timeout(self._world, task.failure, task.ctx.header.sequence)
+                task.failure = explain_timeout(self._world, task.failure, task.ctx.sequence)
                 self._is_explained = True
             raise task.failure
         if threads is not None:
@@ -245,15 +245,3 @@ class MixHandle(Generic[T]):
     def _unclaim(self) -> None:
         if self._task.ctx.residuals is not None:
             self._task.ctx.residuals.unclaim()
-
-
-def _outputs_for(tensors: list[Tensor], out: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
-    if out is None:
-        return [torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False) for x in tensors]
-    outputs = [out] if isinstance(out, Tensor) else list(out)
-    if [(x.shape, x.dtype, x.device) for x in outputs] != [(x.shape, x.dtype, x.device) for x in tensors]:
-        raise InvalidTensorError(
-            f"out has {[list(x.shape) for x in outputs]} for tensors of {[list(x.shape) for x in tensors]}: pass one "
-            f"for each, of the same shape, dtype and device; the tensors themselves will do."
-        )
-    return outputs

@@ -17,6 +17,7 @@ constructions, each built from the one before:
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -26,9 +27,8 @@ from typing import ClassVar
 import numpy as np
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip.averaging import connected_components, contraction_of
 from flexcomm.gossip.phase import Edge, Group, Phase, as_count, as_int
-from flexcomm.gossip.schedule import Schedule, ScheduleReport, from_edges
+from flexcomm.gossip.schedule import Schedule, ScheduleReport, contraction_of, from_edges, reachable
 
 Nodes = Sequence[int]
 Phases = list[Phase]
@@ -51,8 +51,9 @@ def ring(nodes: int) -> Schedule:
     nodes = as_count("nodes", nodes, "ring")
     # A ring of two has one link; an odd one needs a third phase for the link that two matchings leave out.
     starts = range(min(2, nodes - 1)) if nodes % 2 == 0 else range(1, min(4, nodes + 1))
-    phases = tuple(_neighbours(nodes, start) for start in starts)
-    return Schedule(f"ring({nodes})", nodes, phases)
+    firsts = range(0, nodes - 1, 2)
+    phases = (_pairs(((start + first) % nodes, (start + first + 1) % nodes) for first in firsts) for start in starts)
+    return Schedule(f"ring({nodes})", nodes, tuple(phases))
 
 
 def fixed_ring(nodes: int) -> Schedule:
@@ -86,7 +87,8 @@ def alternating(schedule: Schedule) -> Schedule:
     The connected components of a phase are numbered by their lowest nodes: the even ones mix first, then the odd ones.
     They have no node in common, so a period gives the same bits as before, in twice as many steps.
     """
-    return Schedule(f"alternating({schedule.name})", schedule.nodes, _halved(schedule.phases))
+    halves = chain.from_iterable(map(_halve, schedule.phases))
+    return Schedule(f"alternating({schedule.name})", schedule.nodes, tuple(halves))
 
 
 def alternating_exponential_ring(nodes: int) -> Schedule:
@@ -98,7 +100,8 @@ def alternating_exponential_ring(nodes: int) -> Schedule:
     """
     nodes = as_count("nodes", nodes, "alternating_exponential_ring")
     pairs = base(nodes) if nodes & (nodes - 1) else one_peer_exponential(nodes)
-    return Schedule(f"alternating_exponential_ring({nodes})", nodes, _halved(pairs.phases))
+    halves = chain.from_iterable(map(_halve, pairs.phases))
+    return Schedule(f"alternating_exponential_ring({nodes})", nodes, tuple(halves))
 
 
 def static_exponential(nodes: int) -> Schedule:
@@ -134,22 +137,26 @@ def _pairs(pairs: Iterable[tuple[int, int]]) -> Phase:
     return Phase(tuple(Group(pair) for pair in pairs))
 
 
-def _neighbours(nodes: int, start: int) -> Phase:
-    """Pair every second node from ``start`` on with the next one on the ring; of an odd number the last has no peer."""
-    return _pairs(((start + step) % nodes, (start + step + 1) % nodes) for step in range(0, nodes - 1, 2))
-
-
-def _halved(phases: Iterable[Phase]) -> tuple[Phase, ...]:
-    split = [connected_components(phase) for phase in phases]
-    return tuple(_phase_of(half) for components in split for half in (components[::2], components[1::2]))
-
-
-def _phase_of(components: Iterable[Iterable[Group | Edge]]) -> Phase:
-    parts = list(chain.from_iterable(components))
-    return Phase(
-        tuple(part for part in parts if isinstance(part, Group)),
-        tuple(part for part in parts if isinstance(part, Edge)),
-    )
+def _halve(phase: Phase) -> Phases:
+    """Return the even and the odd connected components of a phase, numbered by their lowest nodes."""
+    links = defaultdict(set)
+    for source, target in phase.links():
+        links[source].add(target)
+        links[target].add(source)
+    halves: dict[int, int] = {}
+    next_half = 0
+    for node in sorted(links):
+        if node not in halves:
+            halves |= dict.fromkeys(reachable(node, links), next_half)
+            next_half = 1 - next_half
+    return [
+        Phase(
+            # A group of one has no links, and is in neither half.
+            tuple(group for group in phase.groups if halves.get(group.members[0]) == half),
+            tuple(edge for edge in phase.edges if halves[edge.source] == half),
+        )
+        for half in (0, 1)
+    ]
 
 
 def base(nodes: int, k: int = 1) -> Schedule:
@@ -159,24 +166,28 @@ def base(nodes: int, k: int = 1) -> Schedule:
     """
     nodes = as_count("nodes", nodes, "base")
     k = as_count("peers", k, "base")
-    phases = min(_factored(range(nodes), k), _simple(range(nodes), k), key=len)
-    return Schedule(f"base({nodes}, k={k})", nodes, tuple(phases) or (Phase(),))
-
-
-def _factored(nodes: Nodes, k: int) -> Phases:
-    """Return phases that average subsets first, and then the subsets with each other."""
-    size = _rough_part(len(nodes), k)
-    subsets = [nodes[start : start + size] for start in range(0, len(nodes), size)]
+    size = _rough_part(nodes, k)
+    subsets = [range(start, start + size) for start in range(0, nodes, size)]
     inside = _side_by_side(_simple(subset, k) for subset in subsets)
     across = _side_by_side(_hyper_hypercube(one_of_each, k) for one_of_each in zip(*subsets, strict=True))
-    return inside + across
+    phases = min(inside + across, _simple(range(nodes), k), key=len)
+    return Schedule(f"base({nodes}, k={k})", nodes, tuple(phases) or (Phase(),))
 
 
 def _simple(nodes: Nodes, k: int) -> Phases:
     """Return phases that average any number of nodes."""
     if _rough_part(len(nodes), k) == 1:
         return _hyper_hypercube(nodes, k)
-    parts = _parts(nodes, k)
+    # One part for each digit of the number of nodes in base k+1, cut into as many equal blocks.
+    parts: list[list[Nodes]] = []
+    size, start = 1, 0
+    while size * (k + 1) <= len(nodes):
+        size *= k + 1
+    while size:
+        starts = range(start, len(nodes) - size + 1, size)
+        parts += [[nodes[start : start + size] for start in starts]] if starts else []
+        start += size * len(starts)
+        size //= k + 1
     inside = _side_by_side(_hyper_hypercube(list(chain.from_iterable(blocks)), k) for blocks in parts)
     linked = []
     for number, blocks in enumerate(parts[:-1]):
@@ -184,21 +195,6 @@ def _simple(nodes: Nodes, k: int) -> Phases:
         spread = _side_by_side(_hyper_hypercube(block, k) for block in blocks)
         linked.append([Phase()] * number + [_link(blocks, rest)] + spread)
     return inside + _side_by_side(linked)
-
-
-def _parts(nodes: Nodes, k: int) -> list[list[Nodes]]:
-    """Return one part of the nodes for each digit of their number in base k+1, cut into as many equal blocks."""
-    parts: list[list[Nodes]] = []
-    size, start = 1, 0
-    while size * (k + 1) <= len(nodes):
-        size *= k + 1
-    while size:
-        digit = (len(nodes) - start) // size
-        blocks = [nodes[start + size * number : start + size * (number + 1)] for number in range(digit)]
-        parts += [blocks] if blocks else []
-        start += size * digit
-        size //= k + 1
-    return parts
 
 
 def _link(blocks: list[Nodes], rest: Nodes) -> Phase:

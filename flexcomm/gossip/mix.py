@@ -1,15 +1,24 @@
-"""The path of one mix, from a bucket of every rank to the weighted sum that replaces it.
+"""The path of one mix, from a bucket of every rank to the weighted sum that replaces it, and the state that mixes keep.
 
 The ranks of a node average the bucket, each keeping one shard of it; ranks of equal local rank send their shard to the
 peers of this round and receive theirs; the ranks of a node gather the mixed shards. Shards of FSDP are averaged inside
 the node already, so only the leg between nodes is left.
+
+[Note: compressed mixing] Nodes send the change since their last message, and keep what peers know of them: CHOCO's rule
+(Koloskova et al. 2019) for symmetric graphs, and the same on push-sum's numerators (Taheri et al. 2020) for directed
+ones. Every node keeps ``public``, the value that its peers know of its ``x``, and ``public_sum``, the weighted sum of
+the public values of all nodes it receives from and of its own. In a round it sends ``q = Q(x - public)``, and then
+
+    public += q;  public_sum += sum of w_j * q_j;  x += gamma * (public_sum - public)
+
+``public_sum`` depends on the weights of the graph, so these must not change from step to step.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -18,10 +27,9 @@ import torch
 from torch import Tensor
 
 from flexcomm.codec import Decoder, Encoder, regions_of
-from flexcomm.errors import ConfigMismatchError, FlexcommError, NonFiniteError, SyncError
-from flexcomm.gossip.plan import MixPlan, Round
-from flexcomm.gossip.state import MixResiduals, PushSum
-from flexcomm.kernels import BufferPlan
+from flexcomm.errors import ConfigMismatchError, FlexcommError, InvalidArgumentError, NonFiniteError, SyncError
+from flexcomm.gossip.phase import Round
+from flexcomm.gossip.plan import MixPlan
 from flexcomm.stats import SyncRecord, Timed
 from flexcomm.sync.algorithms import Collective, Steps
 from flexcomm.sync.bucket import VERIFIED, Verified
@@ -31,17 +39,24 @@ from flexcomm.sync.plan import sum_dtype
 Messages = Sequence[tuple[int, Tensor]]
 
 
+_HEADER = struct.Struct("=qQQd")
+"""A message's header: the digest of the plan, the step, the number of the call, the sender's push-sum weight."""
+
+
 @dataclass(eq=False)
 class MixContext:
-    """One mix under way, and everything its path needs. This is node ``node``."""
+    """One mix under way, and everything its path needs. This is node ``node``; ``sequence`` is the call's number."""
 
     plan: MixPlan
     tensors: list[Tensor]
     outputs: list[Tensor]
     node: int
     round: Round
-    header: MessageHeader
+    step: int
+    sequence: int
     push_sum: PushSum | None
+    push_weight: float
+    """This node's push-sum weight when the mix was started."""
     residuals: MixResiduals | None
     buffers: Buffers
     record: SyncRecord
@@ -78,23 +93,29 @@ class WeightedSum(NamedTuple):
 
 def mix_bucket(ctx: MixContext) -> Generator[Collective | Verified, Any, None]:
     """Mix one bucket. Yields the collectives it needs, then ``VERIFIED``; resumed after that, it writes outputs."""
-    shard = yield from reduce_scatter_inside(ctx)
-    terms = yield from mix_and_share_failure(ctx, shard)
-    terms = yield from all_gather_inside(ctx, shard, terms)
+    if ctx.plan.ranks == 1:
+        terms = yield from mix_between_nodes(ctx, ctx.x)
+    else:
+        terms = yield from mix_by_shards(ctx)
     # A mix that is cancelled is not resumed: everything stays as it was.
     yield VERIFIED
-    write_outputs(ctx, terms)
+    with torch.no_grad():
+        outputs = [out.detach() for out in ctx.outputs]
+        in_place = len(outputs) == 1 and outputs[0].is_contiguous()
+        flat = outputs[0].view(-1) if in_place else ctx.buffer("output", ctx.plan.numel, ctx.plan.dtype)
+        ctx.squared_distance = ctx.plan.kernels.mix_(ctx.x, terms.self_weight, terms.others, terms.weights, flat)
+        if not in_place:
+            for part, out in zip(torch.split(flat, [out.numel() for out in outputs]), outputs, strict=True):
+                out.copy_(part.view(out.shape))
     if ctx.residuals is not None:
         ctx.residuals.commit()
     if ctx.push_sum is not None:
         ctx.push_sum.weight = terms.push_weight
 
 
-def reduce_scatter_inside(ctx: MixContext) -> Steps[Tensor]:
-    """Return this rank's shard of the average over the ranks of this node."""
+def mix_by_shards(ctx: MixContext) -> Steps[WeightedSum]:
+    """Average over the ranks of this node, mix one shard on each of them, and gather the shards."""
     x, ranks = ctx.x, ctx.plan.ranks
-    if ranks == 1:
-        return x
     numel, dtype = -(-x.numel() // ranks), sum_dtype(x.dtype)
     # Zeros, because nothing is copied behind the end of x, and compressors read the whole shard.
     rows = ctx.buffers.get("rows", lambda: ctx.buffers.allocate(ranks * numel, dtype=dtype).zero_())
@@ -102,25 +123,8 @@ def reduce_scatter_inside(ctx: MixContext) -> Steps[Tensor]:
     total = ctx.buffer("sum", numel, dtype)
     moved = (ranks - 1) * total.nbytes
     yield Collective("reduce_inside", methodcaller("reduce_scatter", rows.view(ranks, numel), total), moved, moved)
-    return ctx.buffer("shard", numel, x.dtype).copy_(total.mul_(1.0 / ranks))
-
-
-def all_gather_inside(ctx: MixContext, shard: Tensor, terms: WeightedSum) -> Steps[WeightedSum]:
-    """Mix this rank's shard, and gather those of all ranks of this node, which replace the bucket."""
-    ranks = ctx.plan.ranks
-    if ranks == 1:
-        return terms
-    ctx.plan.kernels.mix_(shard, terms.self_weight, terms.others, terms.weights, shard)
-    gathered, moved = ctx.buffer("gathered", ranks * shard.numel(), shard.dtype), (ranks - 1) * shard.nbytes
-    rows = gathered.view(ranks, shard.numel())
-    yield Collective("gather_inside", methodcaller("all_gather", shard, rows), moved, moved)
-    return WeightedSum(0.0, [gathered[: ctx.x.numel()]], [1.0], terms.push_weight)
-
-
-def mix_and_share_failure(ctx: MixContext, shard: Tensor) -> Steps[WeightedSum]:
-    """Mix between nodes. If one rank of this node fails, all of them raise: the others would wait for its shard."""
-    if ctx.plan.ranks == 1:
-        return (yield from mix_between_nodes(ctx, shard))
+    shard = ctx.buffer("shard", numel, x.dtype).copy_(total.mul_(1.0 / ranks))
+    # If one rank of this node fails, all of them raise: the others would wait for its shard.
     terms, failure = None, None
     try:
         terms = yield from mix_between_nodes(ctx, shard)
@@ -132,168 +136,97 @@ def mix_and_share_failure(ctx: MixContext, shard: Tensor) -> Steps[WeightedSum]:
         raise failure
     if terms is None or failed.item():
         raise SyncError("another rank of this node could not mix its shard, and nothing was changed; it says why.")
-    return terms
+    ctx.plan.kernels.mix_(shard, terms.self_weight, terms.others, terms.weights, shard)
+    gathered, moved = ctx.buffer("gathered", ranks * numel, x.dtype), (ranks - 1) * shard.nbytes
+    yield Collective("gather_inside", methodcaller("all_gather", shard, gathered.view(ranks, numel)), moved, moved)
+    return WeightedSum(0.0, [gathered[: x.numel()]], [1.0], terms.push_weight)
 
 
 def mix_between_nodes(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
     """Communicate with the peers of this round, and return the weighted sum that replaces ``x``."""
+    round_, gamma, own = ctx.round, ctx.plan.gamma, ctx.push_weight
+    self_weight = (1.0 - gamma) + gamma * round_.self_weight
     if ctx.residuals is not None:
-        return (yield from mix_compressed(ctx, x, ctx.residuals))
-    if ctx.round.is_idle:
-        return WeightedSum(1.0, [], [], ctx.header.push_weight)
-    return (yield from (mix_group(ctx, x) if ctx.round.group else mix_with_peers(ctx, x)))
+        difference, received = yield from send_changes(ctx, x, ctx.residuals)
+        self_weight, others, weights = 1.0, [difference], [1.0]
+    elif round_.is_idle:
+        return WeightedSum(1.0, [], [], own)
+    elif round_.group:
+        total, received = yield from reduce_group(ctx, x)
+        others, weights = [total], [1.0]
+    else:
+        others, weights = yield from send_recv_peers(ctx, x)
+        received = sum(weights)
+    # The push-sum weight is mixed like the values, which are stored divided by it.
+    push_weight = 1.0 if ctx.push_sum is None else (1.0 - gamma) * own + gamma * (round_.self_weight * own + received)
+    weights = [gamma * weight / push_weight for weight in weights]
+    return WeightedSum(self_weight * own / push_weight, others, weights, push_weight)
 
 
-def mix_with_peers(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
-    """Send ``x`` to each peer and receive theirs."""
-    peers = ctx.round.receives_from
-    received = [ctx.buffer(f"from peer {number}", x.numel(), x.dtype) for number in range(len(peers))]
-    sends, receives = [(peer, x) for peer in ctx.round.sends_to], list(zip(peers, received, strict=True))
-    push_weights = yield from send_recv_messages(ctx, sends, receives)
-    weights = [weight * push for weight, push in zip(ctx.round.weights, push_weights, strict=True)]
-    return _weigh(ctx, received, weights, sum(weights))
+def reduce_group(ctx: MixContext, x: Tensor) -> Steps[tuple[Tensor, float]]:
+    """Return the weighted sum of ``x`` over the group, and that of the push-sum weights.
 
-
-def mix_group(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
-    """All-reduce ``x`` over the group: a reduce-scatter, then an all-gather, both by sends and receives."""
+    An all-reduce, as a reduce-scatter and an all-gather, both by sends and receives.
+    """
     group, (weight,), node = ctx.round.group, ctx.round.weights, ctx.node
     others = [peer for peer in group if peer != node]
     parts = dict(zip(group, torch.tensor_split(x, len(group)), strict=True))
-    own = parts[node]
-    buffers = {peer: ctx.buffer(f"part from {peer}", own.numel(), x.dtype) for peer in others}
-    sends, receives = [(peer, parts[peer]) for peer in others], [(peer, buffers[peer]) for peer in others]
-    received = yield from send_recv_messages(ctx, sends, receives)
-    push_weights = dict(zip(others, received, strict=True)) | {node: ctx.header.push_weight}
+    buffers = {peer: ctx.buffer(f"part from {peer}", parts[node].numel(), x.dtype) for peer in others}
+    received = yield from send_recv_messages(ctx, [(peer, parts[peer]) for peer in others], list(buffers.items()))
+    push_weights = dict(zip(others, received, strict=True)) | {node: ctx.push_weight}
     # Group order, not arrival order: each part is added by another node, and all must add alike.
-    first, *rest = [buffers.get(peer, own) for peer in group]
+    first, *rest = [buffers.get(peer, parts[node]) for peer in group]
     weights = [weight * push_weights[peer] for peer in group]
     total = ctx.buffer("group sum", x.numel(), x.dtype)
     sums = dict(zip(group, torch.tensor_split(total, len(group)), strict=True))
     ctx.plan.kernels.mix_(first, weights[0], rest, weights[1:], sums[node])
     yield _send_recv_payloads(ctx, [(peer, sums[node]) for peer in others], [(peer, sums[peer]) for peer in others])
-    return _weigh(ctx, [total], [1.0], sum(weights))
+    return total, sum(weights)
 
 
-def mix_compressed(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps[WeightedSum]:
-    """Send the compressed change of ``x`` to each peer, and move ``x`` towards the sum of what peers have sent.
+def send_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps[tuple[Tensor, float]]:
+    """Send the compressed change of ``x`` to each peer, and return ``public_sum - public``, by which ``x`` moves.
 
-    See [Note: compressed mixing]. The next state of the residuals is computed here, and committed with the outputs.
+    Also return the sum of the push-sum weights received. See [Note: compressed mixing]. The next state of the residuals
+    is computed here, and committed with the outputs.
     """
-    round_, own, plan = ctx.round, ctx.header.push_weight, ctx.plan.buffer_plan
+    plan, own = ctx.plan.buffer_plan, ctx.push_weight
     assert plan is not None, "plans with residuals have a compressor"  # noqa: S101  (our own invariant)
-    state, after = residuals.lend(x.numel(), x.device)
+    (public, public_sum), (next_public, next_sum) = residuals.lend(x.numel(), x.device)
     change = ctx.buffer("change", x.numel(), torch.float32)
-    torch.sub(x if own == 1.0 else x * own, state.public, out=change)
-    payload = _encode(ctx, plan, change)
-    sends = [(peer, payload) for peer in round_.sends_to]
-    receives = [
-        (peer, ctx.buffer(f"payload {number}", plan.nbytes, torch.uint8))
-        for number, peer in enumerate(round_.receives_from)
-    ]
-    push_weights = yield from send_recv_messages(ctx, sends, receives)
-    with Timed(ctx.record, "decode"):
-        # The own payload is decoded, too: peers know what was sent, not what was meant.
-        _decode(ctx, plan, payload, ctx.node, change)
-        torch.add(state.public, change, out=after.public)
-        torch.add(state.public_sum, change, alpha=round_.self_weight, out=after.public_sum)
-        for (sender, buffer), weight in zip(receives, round_.weights, strict=True):
-            _decode(ctx, plan, buffer, sender, change)
-            after.public_sum.add_(change, alpha=weight)
-        torch.sub(after.public_sum, after.public, out=change)
-    weights = [weight * push for weight, push in zip(round_.weights, push_weights, strict=True)]
-    push_weight = _push_weight_after(ctx, sum(weights))
-    step = ctx.buffer("step", x.numel(), x.dtype).copy_(change)
-    return WeightedSum(own / push_weight, [step], [ctx.plan.gamma / push_weight], push_weight)
-
-
-def _encode(ctx: MixContext, plan: BufferPlan, change: Tensor) -> Tensor:
-    """Return the payload; if ``change`` is nonfinite, it is marked so, and all receivers raise."""
+    parts = torch.split(change, [math.prod(spec.shape) for spec in plan.specs])
+    tensors = [part.view(spec.shape) for part, spec in zip(parts, plan.specs, strict=True)]
+    torch.sub(x if own == 1.0 else x * own, public, out=change)
     encoder = Encoder(plan, ctx.buffer("payload", plan.nbytes, torch.uint8), ctx.plan.kernels)
     with Timed(ctx.record, "encode"):
-        encoder.encode_(_split(change, plan), step=ctx.header.step, sequence=ctx.header.sequence)
-    return encoder.buffer
-
-
-def _decode(ctx: MixContext, plan: BufferPlan, payload: Tensor, sender: int, out: Tensor) -> None:
-    decoder = Decoder(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), ctx.plan.kernels)
-    if decoder.verify(step=ctx.header.step, sequence=ctx.header.sequence):
-        raise NonFiniteError(
-            f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed here. End "
-            f"the run, and lower the learning rate, or clip."
-        )
-    decoder.decode_(_split(out, plan), step=ctx.header.step, average="nodes")
-
-
-def _split(flat: Tensor, plan: BufferPlan) -> list[Tensor]:
-    """Return views of the plan's tensors, which lie one behind the other."""
-    parts = torch.split(flat, [math.prod(spec.shape) for spec in plan.specs])
-    return [part.view(spec.shape) for part, spec in zip(parts, plan.specs, strict=True)]
-
-
-def _weigh(ctx: MixContext, others: list[Tensor], weights: list[float], received: float) -> WeightedSum:
-    """Return the sum of the share ``gamma`` of the way; ``received`` is the push-sum weight that peers sent."""
-    gamma, push_weight = ctx.plan.gamma, _push_weight_after(ctx, received)
-    self_weight = ((1.0 - gamma) + gamma * ctx.round.self_weight) * ctx.header.push_weight / push_weight
-    return WeightedSum(self_weight, others, [gamma * weight / push_weight for weight in weights], push_weight)
-
-
-def _push_weight_after(ctx: MixContext, received: float) -> float:
-    """Return this node's push-sum weight after the round; 1 without push-sum."""
-    if ctx.push_sum is None:
-        return 1.0
-    gamma, own = ctx.plan.gamma, ctx.header.push_weight
-    return (1.0 - gamma) * own + gamma * (ctx.round.self_weight * own + received)
-
-
-@torch.no_grad()
-def write_outputs(ctx: MixContext, terms: WeightedSum) -> None:
-    """Compute the weighted sum in a single contiguous output, or in a buffer, and copy it to several."""
-    outputs = [out.detach() for out in ctx.outputs]
-    in_place = len(outputs) == 1 and outputs[0].is_contiguous()
-    flat = outputs[0].view(-1) if in_place else ctx.buffer("output", ctx.plan.numel, ctx.plan.dtype)
-    ctx.squared_distance = ctx.plan.kernels.mix_(ctx.x, terms.self_weight, terms.others, terms.weights, flat)
-    if not in_place:
-        for part, out in zip(torch.split(flat, [out.numel() for out in outputs]), outputs, strict=True):
-            out.copy_(part.view(out.shape))
-
-
-_INT64 = 1 << 63
-
-
-class MessageHeader(NamedTuple):
-    """The digest of the plan, the step, the number of the call, and the sender's push-sum weight.
-
-    It identifies the call, so a node that is in another call, or at another step, is found before any of its payload
-    is used.
-    """
-
-    digest: int
-    step: int
-    sequence: int
-    push_weight: float
-
-    def to_tensor(self, device: torch.device) -> Tensor:
-        """Return the header as four int64 words."""
-        bits = struct.unpack("<q", struct.pack("<d", self.push_weight))[0]
-        words = [self.digest, self.step, self.sequence, bits]
-        return torch.tensor([(word + _INT64) % (2 * _INT64) - _INT64 for word in words], device=device)
-
-    def check(self, words: Sequence[int], sender: int) -> float:
-        """Return the push-sum weight in a received header. Raise if any other field differs from this one."""
-        digest, step, sequence, bits = words
-        fields = {
-            "step": (step, self.step),
-            "number of mixes so far": (sequence, self.sequence),
-            "tensors, schedule or settings (by their digest)": (digest, self.digest),
-        }
-        for name, (theirs, ours) in fields.items():
-            if (theirs - ours) % (2 * _INT64):
-                raise ConfigMismatchError(
-                    f"nodes disagree on what they mix, and nothing was changed: node {sender} sent {name} {theirs}, "
-                    f"here it is {ours}. Mix the same tensors at the same steps, in the same order, on every node."
+        # If the change is nonfinite, the payload is marked so, and all receivers raise.
+        encoder.encode_(tensors, step=ctx.step, sequence=ctx.sequence)
+    payloads, weights = yield from send_recv_peers(ctx, encoder.buffer)
+    with Timed(ctx.record, "decode"):
+        # The own payload is decoded, too: peers know what was sent, not what was meant.
+        messages = zip(ctx.round.receives_from, payloads, ctx.round.weights, strict=True)
+        for sender, payload, weight in ((ctx.node, encoder.buffer, ctx.round.self_weight), *messages):
+            decoder = Decoder(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), ctx.plan.kernels)
+            if decoder.verify(step=ctx.step, sequence=ctx.sequence):
+                raise NonFiniteError(
+                    f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed "
+                    f"here. End the run, and lower the learning rate, or clip."
                 )
-        push_weight: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-        return push_weight
+            decoder.decode_(tensors, step=ctx.step, average="nodes")
+            public_sum = torch.add(public_sum, change, alpha=weight, out=next_sum)
+            if sender == ctx.node:
+                torch.add(public, change, out=next_public)
+        torch.sub(next_sum, next_public, out=change)
+    return ctx.buffer("step", x.numel(), x.dtype).copy_(change), sum(weights)
+
+
+def send_recv_peers(ctx: MixContext, payload: Tensor) -> Steps[tuple[list[Tensor], list[float]]]:
+    """Send ``payload`` to each peer; return theirs, and the weight of each, times its sender's push-sum weight."""
+    peers = ctx.round.receives_from
+    received = [ctx.buffer(f"from peer {number}", payload.numel(), payload.dtype) for number in range(len(peers))]
+    sends, receives = [(peer, payload) for peer in ctx.round.sends_to], list(zip(peers, received, strict=True))
+    push_weights = yield from send_recv_messages(ctx, sends, receives)
+    return received, [weight * push for weight, push in zip(ctx.round.weights, push_weights, strict=True)]
 
 
 def send_recv_messages(ctx: MixContext, sends: Messages, receives: Messages) -> Steps[list[float]]:
@@ -303,12 +236,30 @@ def send_recv_messages(ctx: MixContext, sends: Messages, receives: Messages) -> 
     """
     if not (sends or receives):
         return []
-    own = ctx.header.to_tensor(ctx.plan.device)
+    header = _HEADER.pack(ctx.plan.digest, ctx.step, ctx.sequence, ctx.push_weight)
+    own = torch.frombuffer(bytearray(header), dtype=torch.int64).to(ctx.plan.device)
     headers = [(peer, torch.empty_like(own)) for peer, _ in receives]
     yield _send_recv([(peer, own) for peer, _ in sends], headers)
-    push_weights = [ctx.header.check(words.tolist(), peer) for peer, words in headers]
+    push_weights = [_check_header(ctx, words, peer) for peer, words in headers]
     yield _send_recv_payloads(ctx, sends, receives)
     return push_weights
+
+
+def _check_header(ctx: MixContext, words: Tensor, sender: int) -> float:
+    """Return the push-sum weight in a received header. Raise if its sender is in another call, or at another step."""
+    digest, step, sequence, push_weight = _HEADER.unpack(words.cpu().numpy().tobytes())
+    fields = {
+        "step": (step, ctx.step),
+        "number of mixes so far": (sequence, ctx.sequence),
+        "tensors, schedule or settings (by their digest)": (digest, ctx.plan.digest),
+    }
+    for name, (theirs, ours) in fields.items():
+        if theirs != ours:
+            raise ConfigMismatchError(
+                f"nodes disagree on what they mix, and nothing was changed: node {sender} sent {name} {theirs}, "
+                f"here it is {ours}. Mix the same tensors at the same steps, in the same order, on every node."
+            )
+    return float(push_weight)
 
 
 def _send_recv_payloads(ctx: MixContext, sends: Messages, receives: Messages) -> Collective:
@@ -320,3 +271,109 @@ def _send_recv_payloads(ctx: MixContext, sends: Messages, receives: Messages) ->
 def _send_recv(sends: Messages, receives: Messages) -> Collective:
     sent, received = (sum(x.nbytes for _, x in messages) for messages in (sends, receives))
     return Collective("exchange", methodcaller("send_recv", sends, receives), sent, received)
+
+
+class MixResiduals:
+    """The state of compressed mixing for one set of tensors: the values that peers know, and their weighted sum.
+
+    It starts at zero. If all nodes hold the same values at first, :meth:`begin` saves sending them. A round that fails
+    leaves the state unchanged.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> residuals = flexcomm.MixResiduals()  # one for each set of tensors, kept from step to step
+        >>> with flexcomm.connect() as world:
+        ...     ring = flexcomm.gossip.fixed_ring(world.topology.nodes)
+        ...     int8 = flexcomm.dense(values="int8")
+        ...     flexcomm.mix(torch.ones(2), ring, 0, world=world, compressor=int8, residuals=residuals).tensors
+        tensor([1., 1.])
+
+    """
+
+    def __init__(self) -> None:
+        # Each [2, numel]: ``public`` and ``public_sum``.
+        self._state: Tensor | None = None
+        self._next: Tensor | None = None
+        self._claimed = False
+
+    def claim(self) -> None:
+        """Reserve the state for one mix until :meth:`unclaim`: of two at once, each would lose the other's update."""
+        if self._claimed:
+            raise InvalidArgumentError(
+                "these residuals are in use by a mix under way: wait for its handle first, and use other residuals for "
+                "each set of tensors."
+            )
+        self._claimed = True
+
+    def unclaim(self) -> None:
+        self._claimed = False
+
+    def begin(self, x: Tensor, weight_sum: float = 1.0) -> None:
+        """Start from values that all nodes hold.
+
+        Args:
+            x: the values, flat: this rank's shard, if the ranks of a node share the work.
+            weight_sum: the sum of this node's weights; 1, unless the graph is directed and not doubly stochastic.
+
+        """
+        public = x.detach().reshape(-1).to(torch.float32)
+        self._state = torch.stack([public, public * weight_sum])
+
+    def lend(self, numel: int, device: torch.device) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the state, and memory for the next one, which replaces it when :meth:`commit` is called."""
+        with torch.inference_mode(False):
+            if self._state is None:
+                self._state = torch.zeros(2, numel, device=device)
+            if self._state.shape[1] != numel or self._state.device != device:
+                raise InvalidArgumentError(
+                    f"these residuals are of {self._state.shape[1]} elements on {self._state.device}, but {numel} on "
+                    f"{device} are to be mixed: use other residuals for each set of tensors."
+                )
+            if self._next is None:
+                self._next = torch.empty_like(self._state)
+            return self._state.unbind(), self._next.unbind()
+
+    def commit(self) -> None:
+        """Make the state of the last round the current one."""
+        self._state, self._next = self._next, self._state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return ``public`` and ``public_sum``, not as copies; an empty dict before the first round."""
+        return {} if self._state is None else {"public": self._state[0], "public_sum": self._state[1]}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the state by a copy of this one."""
+        self._state = torch.stack([state["public"].detach(), state["public_sum"].detach()]) if state else None
+        self._next = None
+
+
+class PushSum:
+    """The push-sum weight of this node, kept from round to round; the weights of all nodes sum to their number.
+
+    For directed graphs, where nodes may receive more or less weight than they send. Tensors are stored de-biased, as
+    ``z = x / weight``. A node sends ``z`` with its weight, and receivers multiply the two. Rounds preserve, and
+    converge to, the mean of ``weight * z``.
+
+    Args:
+        weight: the weight to begin with; 1 on all nodes, unless a state is restored.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> push_sum = flexcomm.PushSum()  # one for each set of tensors
+        >>> with flexcomm.connect() as world:
+        ...     schedule = flexcomm.gossip.directed_exponential(world.topology.nodes)
+        ...     flexcomm.mix(torch.ones(2), schedule, 0, world=world, push_sum=push_sum).tensors
+        tensor([1., 1.])
+
+    """
+
+    def __init__(self, weight: float = 1.0) -> None:
+        if not 0.0 < weight < float("inf"):
+            raise InvalidArgumentError(f"a push-sum weight of {weight} is not a finite number above 0: begin with 1.")
+        self.weight = weight
+
+    def state_dict(self) -> dict[str, float]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.weight = PushSum(float(state["weight"])).weight

@@ -1,13 +1,15 @@
-"""Phases: the groups and edges along which nodes mix at one step, with their weights."""
+"""Phases: the groups and edges along which nodes mix at one step, and what one node does in a phase."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby, pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,12 @@ from numpy.typing import NDArray
 
 from flexcomm.errors import InvalidArgumentError
 
+Matrix = NDArray[np.float64]
+
 ROUNDING = 1e-12
 """Weights that differ by no more than this count as equal: sums of rounded weights are off by that much."""
-
 _SHOWN = 8
+_PAIR = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Group:
                 f"a group has members {first_few(members) or '(none)'}, but needs at least one node, all from 0 on and "
                 f"each once."
             )
-        # Written so that NaN is refused too.
+        # Written so that NaN is refused, too.
         if self.self_weight is not None and len(members) > 1 and not 0.0 < self.self_weight < 1.0:
             raise InvalidArgumentError(
                 f"the group of {first_few(members)} has self_weight {self.self_weight}, but it must lie between 0 and "
@@ -56,18 +60,17 @@ class Group:
     @property
     def own_weight(self) -> float:
         """The weight of a member's own value."""
-        if len(self.members) == 1:
-            return 1.0
-        return 1.0 / len(self.members) if self.self_weight is None else self.self_weight
+        if self.self_weight is None or len(self.members) == 1:
+            return 1.0 / len(self.members)
+        return self.self_weight
 
     @property
     def peer_weight(self) -> float:
         """The weight of every other member's value; 0 in a group of one."""
-        if len(self.members) == 1:
-            return 0.0
-        if self.self_weight is None:
+        others = len(self.members) - 1
+        if self.self_weight is None and others:
             return 1.0 / len(self.members)
-        return (1.0 - self.self_weight) / (len(self.members) - 1)
+        return (1.0 - self.own_weight) / max(others, 1)
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,8 @@ class Edge:
 
     def __post_init__(self) -> None:
         if not (type(self.source) is type(self.target) is int and type(self.weight) is float):
-            object.__setattr__(self, "source", as_int(self.source, "the source of an edge"))
-            object.__setattr__(self, "target", as_int(self.target, "the target of an edge"))
-            object.__setattr__(self, "weight", as_float(self.weight, "the weight of an edge"))
+            for name, as_number in (("source", as_int), ("target", as_int), ("weight", as_float)):
+                object.__setattr__(self, name, as_number(getattr(self, name), f"the {name} of an edge"))
         if self.source == self.target or self.source < 0 or self.target < 0:
             raise InvalidArgumentError(
                 f"an edge leads from node {self.source} to node {self.target}, but needs two different nodes from 0 "
@@ -96,6 +98,32 @@ class Edge:
                 f"the edge from node {self.source} to node {self.target} has weight {self.weight}, but it must lie "
                 f"between 0 and 1, both excluded. Leave out an edge of weight 0."
             )
+
+
+@dataclass(frozen=True)
+class Round:
+    """The sends and receives of one node in a phase, and its weights.
+
+    Afterwards the node holds ``self_weight * x + sum of weights[j] * (x of receives_from[j])``. If ``group`` is not
+    empty, it holds more than two nodes, this one included, that all-reduce instead: then the node holds
+    ``self_weight * x + weights[0] * (sum over the group)``.
+    """
+
+    sends_to: tuple[int, ...] = ()
+    receives_from: tuple[int, ...] = ()
+    self_weight: float = 1.0
+    weights: tuple[float, ...] = ()
+    group: tuple[int, ...] = ()
+
+    @property
+    def weight_sum(self) -> float:
+        """The sum of all weights: 1, unless a directed graph gives the node more or less than it sends."""
+        return self.self_weight + (len(self.group) or 1) * sum(self.weights)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the node has no peer."""
+        return not (self.sends_to or self.receives_from or self.group)
 
 
 @dataclass(frozen=True)
@@ -114,15 +142,40 @@ class Phase:
 
     groups: tuple[Group, ...] = ()
     edges: tuple[Edge, ...] = ()
+    # Cached, here and below, because phases of thousands of nodes are looked up at every step.
+    rounds: dict[tuple[int, bool], Round] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        groups = tuple(sorted(self.groups, key=lambda group: group.members))
-        edges = tuple(sorted(self.edges, key=lambda edge: (edge.source, edge.target)))
-        object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "edges", edges)
-        _check_nodes_once(groups, edges)
-        _check_edges_once(edges)
-        _check_self_weights(edges)
+        object.__setattr__(self, "groups", tuple(sorted(self.groups, key=attrgetter("members"))))
+        object.__setattr__(self, "edges", tuple(sorted(self.edges, key=attrgetter("source", "target"))))
+        grouped = list(chain.from_iterable(group.members for group in self.groups))
+        if len(set(grouped)) < len(grouped):
+            twice = sorted(node for node, count in Counter(grouped).items() if count > 1)
+            raise InvalidArgumentError(
+                f"node {first_few(twice)} is in two groups of one phase, but can be in one at most: join the groups, "
+                f"or put them into two phases."
+            )
+        both = (
+            sorted({node for edge in self.edges for node in (edge.source, edge.target)} & {*grouped}) if grouped else []
+        )
+        if both:
+            raise InvalidArgumentError(
+                f"node {first_few(both)} is in a group and on an edge of one phase, but can be in one only: write the "
+                f"group as edges, or put the two into two phases."
+            )
+        for one, other in pairwise(self.edges):
+            if (one.source, one.target) == (other.source, other.target):
+                raise InvalidArgumentError(
+                    f"two edges lead from node {one.source} to node {one.target} in one phase, with weights "
+                    f"{one.weight} and {other.weight}: write one edge with the weight you mean."
+                )
+        for source, outgoing in self._out_edges.items():
+            total = math.fsum(edge.weight for edge in outgoing)
+            if 1.0 - total <= ROUNDING:
+                raise InvalidArgumentError(
+                    f"the outgoing edges of node {source} have weights that sum to {total:.6g} in one phase, which "
+                    f"leaves {1.0 - total:.6g} for its own value: give them weights that sum to less than 1."
+                )
 
     def group_of(self, node: int) -> Group | None:
         """Return the group in which ``node`` mixes with others, if there is one."""
@@ -139,7 +192,7 @@ class Phase:
     def self_weight(self, node: int) -> float:
         """Return the weight of ``node``'s own value: 1 if it mixes with no other."""
         group = self.group_of(node)
-        return _self_weight(self.out_edges(node)) if group is None else group.own_weight
+        return 1.0 - math.fsum(edge.weight for edge in self.out_edges(node)) if group is None else group.own_weight
 
     def peers(self, node: int) -> tuple[int, ...]:
         """Return the nodes that ``node`` sends to or receives from, in ascending order."""
@@ -149,12 +202,20 @@ class Phase:
         targets = {edge.target for edge in self.out_edges(node)}
         return tuple(sorted(targets | {edge.source for edge in self.in_edges(node)}))
 
+    def links(self) -> Iterator[tuple[int, int]]:
+        """Yield the source and target of every link; a group counts as a star around its first member."""
+        for edge in self.edges:
+            yield edge.source, edge.target
+        for group in self.groups:
+            for member in group.members[1:]:
+                yield group.members[0], member
+                yield member, group.members[0]
+
     @cached_property
     def most_peers(self) -> int:
         """The largest number of nodes that one node sends to, or receives from, in this phase."""
-        outgoing = map(len, self._out_edges.values())
-        incoming = map(len, self._in_edges.values())
-        return max(chain((len(group.members) - 1 for group in self.groups), outgoing, incoming), default=0)
+        edges = map(len, chain(self._out_edges.values(), self._in_edges.values()))
+        return max(chain((len(group.members) - 1 for group in self.groups), edges), default=0)
 
     @cached_property
     def highest(self) -> int:
@@ -162,93 +223,68 @@ class Phase:
         ends = (max(edge.source, edge.target) for edge in self.edges)
         return max(chain((group.members[-1] for group in self.groups), ends), default=-1)
 
-    def matrix(self, nodes: int) -> NDArray[np.float64]:
+    def matrix(self, nodes: int) -> Matrix:
         """Return the weights as ``[nodes, nodes]``: row i holds the weight of every node's value in node i's sum."""
         if nodes <= self.highest:
             raise InvalidArgumentError(
                 f"a matrix of {nodes} nodes was asked for, but this phase has a node {self.highest}: ask for at least "
                 f"{self.highest + 1}."
             )
-        weights = np.eye(nodes)
-        for group in self.groups:
-            weights[np.ix_(group.members, group.members)] = group.peer_weight
-            weights[group.members, group.members] = group.own_weight
-        for edge in self.edges:
-            weights[edge.target, edge.source] = edge.weight
-            weights[edge.source, edge.source] = self.self_weight(edge.source)
-        return weights
+        return self.apply(np.eye(nodes))
 
-    # Cached, here and below, because phases of thousands of nodes are looked up at every step.
+    def apply(self, x: Matrix) -> Matrix:
+        """Return ``W x`` for the values ``x`` of all nodes; few elements of ``W`` are not zero."""
+        mixed = x.copy()
+        for group in self.groups:
+            members = list(group.members)
+            values = x[members]
+            total = values.sum(axis=0)
+            if group.self_weight is None:
+                mixed[members] = group.own_weight * total
+            else:
+                mixed[members] = group.own_weight * values + group.peer_weight * (total - values)
+        for source in self._out_edges:
+            mixed[source] *= self.self_weight(source)
+        for edge in self.edges:
+            mixed[edge.target] += edge.weight * x[edge.source]
+        return mixed
+
     @cached_property
     def _groups(self) -> dict[int, Group]:
         return {node: group for group in self.groups if len(group.members) > 1 for node in group.members}
 
     @cached_property
     def _out_edges(self) -> dict[int, tuple[Edge, ...]]:
-        return {source: tuple(edges) for source, edges in groupby(self.edges, key=lambda edge: edge.source)}
+        return {source: tuple(edges) for source, edges in groupby(self.edges, key=attrgetter("source"))}
 
     @cached_property
     def _in_edges(self) -> dict[int, tuple[Edge, ...]]:
-        by_target = sorted(self.edges, key=lambda edge: (edge.target, edge.source))
-        return {target: tuple(edges) for target, edges in groupby(by_target, key=lambda edge: edge.target)}
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.groups, self.edges))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    # A hash is valid in its own process only, so no cached value is pickled.
-    def __reduce__(self) -> tuple[type[Phase], tuple[Any, ...]]:
-        return Phase, (self.groups, self.edges)
+        by_target = sorted(self.edges, key=attrgetter("target", "source"))
+        return {target: tuple(edges) for target, edges in groupby(by_target, key=attrgetter("target"))}
 
 
-def _self_weight(outgoing: Iterable[Edge]) -> float:
-    return 1.0 - math.fsum(edge.weight for edge in outgoing)
-
-
-def _check_nodes_once(groups: Sequence[Group], edges: Sequence[Edge]) -> None:
-    grouped: set[int] = set()
-    for group in groups:
-        if not grouped.isdisjoint(group.members):
-            twice = first_few(sorted(grouped.intersection(group.members)))
-            raise InvalidArgumentError(
-                f"node {twice} is in two groups of one phase, but can be in one at most: join the groups, or put "
-                f"them into two phases."
-            )
-        grouped.update(group.members)
-    both = grouped.intersection(chain.from_iterable((edge.source, edge.target) for edge in edges)) if grouped else None
-    if both:
-        raise InvalidArgumentError(
-            f"node {first_few(sorted(both))} is in a group and on an edge of one phase, but can be in one only: "
-            f"write the group as edges, or put the two into two phases."
-        )
-
-
-def _check_edges_once(edges: Sequence[Edge]) -> None:
-    for one, other in pairwise(edges):
-        if (one.source, one.target) == (other.source, other.target):
-            raise InvalidArgumentError(
-                f"two edges lead from node {one.source} to node {one.target} in one phase, with weights {one.weight} "
-                f"and {other.weight}: write one edge with the weight you mean."
-            )
-
-
-def _check_self_weights(edges: Sequence[Edge]) -> None:
-    for source, outgoing in groupby(edges, key=lambda edge: edge.source):
-        self_weight = _self_weight(outgoing)
-        if self_weight <= ROUNDING:
-            raise InvalidArgumentError(
-                f"the outgoing edges of node {source} have weights that sum to {1.0 - self_weight:.6g} in one phase, "
-                f"which leaves {self_weight:.6g} for its own value: give them weights that sum to less than 1."
-            )
+def round_of(phase: Phase, node: int, *, reduces: bool = True) -> Round:
+    """Return the round of ``node`` in ``phase``; unless it ``reduces``, it has a message for each node of a group."""
+    found = phase.rounds.get((node, reduces))
+    if found is not None:
+        return found
+    group, edges = phase.group_of(node), phase.in_edges(node)
+    if group is None:
+        targets, sources = (edge.target for edge in phase.out_edges(node)), (edge.source for edge in edges)
+        made = Round(tuple(targets), tuple(sources), phase.self_weight(node), tuple(edge.weight for edge in edges))
+    elif len(group.members) > _PAIR and reduces:
+        self_weight = group.own_weight - group.peer_weight
+        made = Round(self_weight=self_weight, weights=(group.peer_weight,), group=group.members)
+    else:
+        others = phase.peers(node)
+        made = Round(others, others, group.own_weight, (group.peer_weight,) * len(others))
+    phase.rounds[node, reduces] = made
+    return made
 
 
 # Any, here and below: callers pass whatever the user gave. Equal schedules must compare, hash and print alike, so
 # numbers of numpy and torch become Python's own.
 def as_int(value: Any, what: str) -> int:
-    """Return ``value`` as an int; ``what`` names it in the error."""
     try:
         return int(operator.index(value))
     except TypeError as error:
@@ -256,7 +292,6 @@ def as_int(value: Any, what: str) -> int:
 
 
 def as_float(value: Any, what: str) -> float:
-    """Return ``value`` as a float; ``what`` names it in the error."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,11 +12,9 @@ from torch import Tensor
 from flexcomm.codec import plan_buffer
 from flexcomm.compress import Compressor, TensorSpec
 from flexcomm.device import is_supported, supported_names
-from flexcomm.errors import InvalidArgumentError, InvalidTensorError
-from flexcomm.gossip.phase import Phase
+from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
 from flexcomm.gossip.schedule import ScheduleLike
-from flexcomm.gossip.state import choose_gamma
-from flexcomm.kernels import BufferPlan, Kernels, choose_kernels
+from flexcomm.kernels import BufferPlan, Kernels, TensorPlan, choose_kernels
 from flexcomm.sync.algorithms import Leg
 from flexcomm.sync.buffers import BufferPool
 from flexcomm.sync.engine import engine_of
@@ -25,53 +22,11 @@ from flexcomm.sync.workers import CommThreads
 from flexcomm.transport import Transport
 from flexcomm.world import World
 
-_PAIR = 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Round:
-    """The sends and receives of one node in a phase, and its weights.
-
-    Afterwards the node holds ``self_weight * x + sum of weights[j] * (x of receives_from[j])``. If ``group`` is not
-    empty, it holds more than two nodes, this one included, that all-reduce instead: then the node holds
-    ``self_weight * x + weights[0] * (sum over the group)``.
-    """
-
-    sends_to: tuple[int, ...] = ()
-    receives_from: tuple[int, ...] = ()
-    self_weight: float = 1.0
-    weights: tuple[float, ...] = ()
-    group: tuple[int, ...] = ()
-
-    @property
-    def weight_sum(self) -> float:
-        """The sum of all weights: 1, unless a directed graph gives the node more or less than it sends."""
-        return self.self_weight + (len(self.group) or 1) * sum(self.weights)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the node has no peer."""
-        return not (self.sends_to or self.receives_from or self.group)
-
-
-@lru_cache(maxsize=4096)
-def round_of(phase: Phase, node: int, *, reduces: bool = True) -> Round:
-    """Return the round of ``node`` in ``phase``; unless it ``reduces``, it has a message for each node of a group."""
-    group = phase.group_of(node)
-    if group is not None:
-        if len(group.members) > _PAIR and reduces:
-            self_weight = group.own_weight - group.peer_weight
-            return Round(self_weight=self_weight, weights=(group.peer_weight,), group=group.members)
-        others = tuple(member for member in group.members if member != node)
-        return Round(others, others, group.own_weight, (group.peer_weight,) * len(others))
-    incoming = phase.in_edges(node)
-    return Round(
-        tuple(edge.target for edge in phase.out_edges(node)),
-        tuple(edge.source for edge in incoming),
-        phase.self_weight(node),
-        tuple(edge.weight for edge in incoming),
-    )
+_MOST_BIASED_GAMMA = 0.9
+_FEW_MAGNITUDES = 4
+_LARGE = {False: (1 << 22,), True: (1 << 11, 1 << 11)}
+"""Shapes for which the share that a compressor sends is computed: flat, or of two dims."""
 
 
 @dataclass(eq=False)
@@ -118,8 +73,7 @@ def plan_for(world: World, tensors: list[Tensor], schedule: ScheduleLike, settin
 
 def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, settings: MixSettings) -> MixPlan:
     _check_tensors(tensors)
-    _check_schedule(schedule, world, settings)
-    _check_compression(schedule, settings)
+    _check_settings(schedule, world.topology.nodes, settings)
     gamma, compressor = settings.gamma, settings.compressor
     ranks = 1 if settings.sharded else world.intra.size
     numel = sum(x.numel() for x in tensors)
@@ -129,7 +83,7 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
         shapes = [tuple(x.shape) for x in tensors] if ranks == 1 else [(-(-numel // ranks),)]
         specs = [TensorSpec(str(number), shape, torch.float32) for number, shape in enumerate(shapes)]
         buffer_plan = plan_buffer(specs, compressor)
-        gamma = choose_gamma(compressor, set(map(len, shapes)), gamma)
+        gamma = _choose_gamma(compressor, {len(shape) > 1 for shape in shapes}, gamma)
     gamma = 1.0 if gamma is None else gamma
     fields = {
         "tensors to be mixed": [(list(x.shape), str(x.dtype)) for x in tensors],
@@ -145,37 +99,20 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
     digest = int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little", signed=True)
     device = tensors[0].device if tensors else world.device
     dtype = tensors[0].dtype if tensors else torch.float32
-    return MixPlan(
-        numel,
-        dtype,
-        device,
-        ranks,
-        gamma,
-        digest,
-        choose_kernels(device),
-        buffer_plan,
-        BufferPool(device),
-        _threads_of(world, settings.communicator),
-    )
+    kernels, pool, threads = choose_kernels(device), BufferPool(device), _threads_of(world, settings.communicator)
+    return MixPlan(numel, dtype, device, ranks, gamma, digest, kernels, buffer_plan, pool, threads)
 
 
 def _threads_of(world: World, communicator: str) -> CommThreads | None:
-    """Return the thread that drives the mixes of a communicator, made on first use, with cloned groups.
-
-    Ranks start the mixes of one communicator in the same order. Those of different ones need no common order.
-    """
+    """Return the thread that drives the mixes of a communicator, made on first use, with cloned groups."""
     if world.topology.size == 1:
         return None
     communicators = engine_of(world).communicators
     if communicator not in communicators:
         groups = world.clone_groups()
-        transports: dict[Leg, Transport] = {
-            "reduce_inside": groups.intra,
-            "exchange": groups.inter,
-            "gather_inside": groups.intra,
-        }
-        legs = {"mixing": tuple(transports)}
-        communicators[communicator] = CommThreads(world, transports, legs, world.device)
+        intra, inter = groups.intra, groups.inter
+        transports: dict[Leg, Transport] = {"reduce_inside": intra, "exchange": inter, "gather_inside": intra}
+        communicators[communicator] = CommThreads(world, transports, {"mixing": tuple(transports)}, world.device)
     return communicators[communicator]
 
 
@@ -192,11 +129,11 @@ def _check_tensors(tensors: list[Tensor]) -> None:
             )
 
 
-def _check_schedule(schedule: ScheduleLike, world: World, settings: MixSettings) -> None:
-    if schedule.nodes != world.topology.nodes:
+def _check_settings(schedule: ScheduleLike, nodes: int, settings: MixSettings) -> None:
+    if schedule.nodes != nodes:
         raise InvalidArgumentError(
-            f"the schedule is for {schedule.nodes} nodes, but this world has {world.topology.nodes}: make it by "
-            f"world.topology.nodes. To mix ranks instead of nodes, connect with ranks_per_node=1."
+            f"the schedule is for {schedule.nodes} nodes, but this world has {nodes}: make it by world.topology.nodes. "
+            f"To mix ranks instead of nodes, connect with ranks_per_node=1."
         )
     if not schedule.is_doubly_stochastic and not settings.has_push_sum:
         raise InvalidArgumentError(
@@ -205,20 +142,54 @@ def _check_schedule(schedule: ScheduleLike, world: World, settings: MixSettings)
         )
     if settings.gamma is not None and not 0.0 < settings.gamma <= 1.0:
         raise InvalidArgumentError(f"gamma is {settings.gamma!r}, but must be above 0 and at most 1.")
-
-
-def _check_compression(schedule: ScheduleLike, settings: MixSettings) -> None:
-    if settings.compressor is None and not settings.has_residuals:
-        return
-    if settings.compressor is None:
+    if settings.has_residuals and settings.compressor is None:
         raise InvalidArgumentError("residuals= is for compressed mixing: pass compressor=, too, or leave it out.")
-    if not settings.has_residuals:
+    if settings.compressor is not None and not settings.has_residuals:
         raise InvalidArgumentError(
             "compressed mixing without residuals diverges: pass residuals=flexcomm.MixResiduals(), one for each set of "
             "tensors, and keep it from step to step."
         )
-    if not schedule.is_fixed:
+    if settings.compressor is not None and not schedule.is_fixed:
         raise InvalidArgumentError(
             f"{schedule} changes from step to step, but residuals of compressed mixing are sums by its weights: use a "
             f"fixed graph, such as gossip.fixed_ring(n), gossip.static_exponential(n) or gossip.complete(n)."
         )
+
+
+def _choose_gamma(compressor: Compressor, kinds: set[bool], asked: float | None) -> float:
+    """Return ``gamma`` for flat tensors, or those of several dims: the one asked for, or one that converges.
+
+    A compressor that drops coefficients is biased. With a large ``gamma`` nodes move by differences that peers do not
+    know yet, and diverge. ``gamma`` may be at most the share that is sent, or twice that share if the largest
+    coefficients are sent first (measured: docs/decentralized.md). It depends on the compressor alone, so it is equal on
+    ranks whose shards have different lengths.
+    """
+    plans = [compressor.plan(TensorSpec("any", _LARGE[kind], torch.float32)) for kind in kinds]
+    if any(plan.variable_length for plan in plans):
+        raise CompressorError(
+            f"{compressor} sends payloads of any length, but messages have a fixed length: give threshold a capacity, "
+            f"or use top_k."
+        )
+    if any(plan.values.format.magnitudes == 1 for plan in plans):
+        raise CompressorError(
+            f"{compressor} sends one magnitude for a chunk: differences between nodes concentrate in few elements, and "
+            f"mixing diverges on some graphs after hundreds of rounds. Use values='sign2' or 'int8'."
+        )
+    share, most = map(min, zip((1.0, 1.0), *map(_share_and_most_gamma, plans), strict=True))
+    if asked is not None and asked > most:
+        raise InvalidArgumentError(
+            f"gamma={asked:g} diverges with {compressor}, which sends a share of {share:.3g} and drops the rest: pass "
+            f"at most gamma={most:.3g}, leave it out, or send everything, as dense(values='int8') does."
+        )
+    return min(share, most) if asked is None else asked
+
+
+def _share_and_most_gamma(plan: TensorPlan) -> tuple[float, float]:
+    """Return the share of a tensor's coefficients that is sent, and the largest ``gamma`` that is known to converge."""
+    share = min(1.0, plan.entries / (plan.chunks * plan.chunk_numel))
+    magnitudes = plan.values.format.magnitudes
+    coarse = magnitudes is not None and magnitudes <= _FEW_MAGNITUDES
+    if share == 1.0:
+        return share, _MOST_BIASED_GAMMA if coarse else 1.0
+    drawn = plan.selection.rule.sample_key is not None
+    return share, min(_MOST_BIASED_GAMMA, share if drawn else 2.0 * share)

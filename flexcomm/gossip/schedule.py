@@ -1,11 +1,11 @@
-"""Schedules: the phase of every step, checked before anything is sent."""
+"""Schedules: the phase of every step, checked before anything is sent, and how well the phases average."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip.averaging import MOST_NODES, averages_exactly, check_strongly_connected, contraction_of
-from flexcomm.gossip.phase import ROUNDING, Edge, Phase, as_count
+from flexcomm.gossip.phase import ROUNDING, Edge, Matrix, Phase, as_count, first_few
 
+MOST_NODES = 4096
+"""Above this many nodes the matrix of a schedule takes too much memory and time."""
 _SUM_TOLERANCE = 1e-6
 """The largest deviation of a column's sum from 1: matrices may come in float32."""
 
@@ -65,9 +66,8 @@ class ScheduleReport:
     @classmethod
     def of(cls, schedule: ScheduleLike, measured_phases: int) -> ScheduleReport:
         """Return the report of a schedule whose contraction is that of so many phases."""
-        contraction, exact = None, None
-        if schedule.nodes <= MOST_NODES:
-            contraction, exact = schedule.contraction, schedule.is_exact
+        is_small = schedule.nodes <= MOST_NODES
+        contraction, exact = (schedule.contraction, schedule.is_exact) if is_small else (None, None)
         return cls(
             schedule.name, schedule.nodes, schedule.period, schedule.most_peers, contraction, exact, measured_phases
         )
@@ -78,6 +78,15 @@ class ScheduleReport:
             return f"{summary}, too many nodes to compute the contraction"
         averaging = "averages exactly" if self.exact else f"contraction {self.contraction:.6g}"
         return f"{summary}, {averaging} in {_count(self.measured_phases, 'phase')}"
+
+
+def _summary(name: str, nodes: int, period: int | None, most_peers: int) -> str:
+    phases = "random phases" if period is None else _count(period, "phase")
+    return f"{name}: {_count(nodes, 'node')}, {phases}, at most {_count(most_peers, 'peer')} at a time"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +130,7 @@ class Schedule:
                     f"phase {number} of {self.name} has a node {phase.highest}, but its {self.nodes} nodes are 0 to "
                     f"{self.nodes - 1}: correct the phase, or the number of nodes."
                 )
-        check_strongly_connected(self.name, self.nodes, self.phases)
+        _check_strongly_connected(self.name, self.nodes, self.phases)
 
     @property
     def period(self) -> int:
@@ -140,12 +149,20 @@ class Schedule:
     @cached_property
     def is_doubly_stochastic(self) -> bool:
         """Whether rows sum to 1, too, in every phase; otherwise mixing needs push-sum to converge to the mean."""
-        return all(_rows_sum_to_one(phase) for phase in self.phases)
+        # In groups they always do. On edges they do if the incoming weights of a node equal its outgoing ones.
+        balance = defaultdict(list)
+        for number, phase in enumerate(self.phases):
+            for edge in phase.edges:
+                balance[number, edge.source].append(-edge.weight)
+                balance[number, edge.target].append(edge.weight)
+        return all(abs(math.fsum(weights)) <= ROUNDING for weights in balance.values())
 
     @cached_property
     def is_exact(self) -> bool:
         """Whether every node holds the mean after one period, to rounding (de-biased, if push-sum is needed)."""
-        return averages_exactly(self.phases, self.nodes)
+        product = product_of(self.phases, self.nodes)
+        debiased = product / product.sum(axis=1, keepdims=True)
+        return bool(np.abs(debiased - 1.0 / self.nodes).max() <= ROUNDING)
 
     @cached_property
     def contraction(self) -> float:
@@ -164,11 +181,10 @@ class Schedule:
     @cached_property
     def digest(self) -> str:
         """A short text, equal for equal schedules only; the same in every process."""
-        digest = hashlib.blake2b(f"{self.name!r} {self.nodes}\n".encode(), digest_size=16)
-        for phase in self.phases:
-            digest.update(";".join(_fields_of(phase)).encode())
-            digest.update(b"\n")
-        return digest.hexdigest()
+        # Tuples print faster than dataclasses do.
+        groups = [[(group.members, group.self_weight) for group in phase.groups] for phase in self.phases]
+        edges = [[(edge.source, edge.target, edge.weight) for edge in phase.edges] for phase in self.phases]
+        return hashlib.blake2b(repr((self.name, self.nodes, groups, edges)).encode(), digest_size=16).hexdigest()
 
     def __hash__(self) -> int:
         return int(self.digest[:15], 16)
@@ -181,30 +197,68 @@ class Schedule:
         return f"Schedule({self.name!r}, nodes={self.nodes}, period={self.period}, digest={self.digest})"
 
 
-def _rows_sum_to_one(phase: Phase) -> bool:
-    """Return whether incoming and outgoing weights of every node are equal; in groups they always are."""
-    balance: dict[int, list[float]] = {}
-    for edge in phase.edges:
-        balance.setdefault(edge.source, []).append(-edge.weight)
-        balance.setdefault(edge.target, []).append(edge.weight)
-    return all(abs(math.fsum(weights)) <= ROUNDING for weights in balance.values())
+def _check_strongly_connected(name: str, nodes: int, phases: Sequence[Phase]) -> None:
+    """Raise unless repeating the phases brings the value of every node to every other node."""
+    targets, sources = defaultdict(set), defaultdict(set)
+    for source, target in chain.from_iterable(phase.links() for phase in phases):
+        targets[source].add(target)
+        sources[target].add(source)
+    alone = [node for node in range(nodes) if node not in targets and node not in sources]
+    if nodes > 1 and alone:
+        raise InvalidArgumentError(
+            f"in {name} node {first_few(alone)} has no peer in any phase, so it never averages: give each of the "
+            f"{nodes} nodes a group or an edge in some phase."
+        )
+    problems = {"the value of node 0 never reaches node": targets, "node 0 never receives the value of node": sources}
+    for problem, links in problems.items():
+        missing = sorted(set(range(nodes)) - reachable(0, links))
+        if missing:
+            raise InvalidArgumentError(
+                f"in {name} {problem} {first_few(missing)}, however many periods pass, so the {nodes} nodes never "
+                f"converge to a common mean: add a phase, a group or edges that connect them."
+            )
 
 
-def _fields_of(phase: Phase) -> Iterator[str]:
-    for group in phase.groups:
-        weight = "-" if group.self_weight is None else group.self_weight.hex()
-        yield f"group {','.join(map(str, group.members))} {weight}"
-    for edge in phase.edges:
-        yield f"edge {edge.source} {edge.target} {edge.weight.hex()}"
+def reachable(start: int, links: Mapping[int, set[int]]) -> set[int]:
+    """Return the nodes that links lead to from ``start``, which is one of them."""
+    reached, waiting = {start}, [start]
+    while waiting:
+        fresh = links.get(waiting.pop(), set()) - reached
+        reached |= fresh
+        waiting.extend(fresh)
+    return reached
 
 
-def _summary(name: str, nodes: int, period: int | None, most_peers: int) -> str:
-    phases = "random phases" if period is None else _count(period, "phase")
-    return f"{name}: {_count(nodes, 'node')}, {phases}, at most {_count(most_peers, 'peer')} at a time"
+def product_of(phases: Sequence[Phase], nodes: int) -> Matrix:
+    """Return the product of the phases' matrices, ``[nodes, nodes]``."""
+    if nodes > MOST_NODES:
+        raise InvalidArgumentError(
+            f"the contraction of {nodes} nodes needs a matrix of {nodes} by {nodes}, which is built for {MOST_NODES} "
+            f"nodes at most: ask the same recipe for fewer nodes."
+        )
+    product = np.eye(nodes)
+    for phase in phases:
+        product = phase.apply(product)
+    return product
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("" if number == 1 else "s")
+def contraction_of(phases: Sequence[Phase], nodes: int) -> float:
+    """Return an upper bound of the distance of all nodes from their mean after the phases, as a share of that before.
+
+    With B the product of the phases and J = 11'/n, it is the largest singular value of B - J. If B is column stochastic
+    only, the weights of push-sum converge to n*p, where B p = p. From then on, de-biased values are mixed by D^-1 B D,
+    D = diag(n*p), and the distance is weighted by p: the factor is the largest singular value of
+    D^-1/2 (B - p 1') D^1/2, which is the same number for p = 1/n.
+    """
+    if nodes == 1:
+        return 0.0
+    product, stationary = product_of(phases, nodes), np.full(nodes, 1.0 / nodes)
+    if np.abs(product.sum(axis=1) - 1.0).max() > ROUNDING:
+        stationary = np.linalg.solve(product - np.eye(nodes) + 1.0 / nodes, stationary)
+    scale = np.sqrt(nodes * stationary)
+    distance = (product - stationary[:, None]) * (scale / scale[:, None])
+    largest = np.linalg.eigvalsh(distance.T @ distance)[-1]
+    return float(np.sqrt(max(largest, 0.0)))
 
 
 def from_edges(nodes: int, pairs: Iterable[tuple[int, int]], *, name: str = "from_edges") -> Schedule:
@@ -250,32 +304,26 @@ def from_matrix(*matrices: ArrayLike, name: str = "from_matrix") -> Schedule:
 
     """
     arrays = [np.asarray(matrix, dtype=np.float64) for matrix in matrices]
-    shapes = {array.shape for array in arrays}
-    if len(shapes) != 1 or any(array.ndim != 2 or len(array) != array.shape[1] for array in arrays):
+    shapes = [array.shape for array in arrays]
+    if len(set(shapes)) != 1 or len(shapes[0]) != 2 or shapes[0][0] != shapes[0][1]:
         raise InvalidArgumentError(
-            f"{name} was given matrices of shapes {[array.shape for array in arrays]}, but needs at least one, all "
-            f"[nodes, nodes] for the same number of nodes."
+            f"{name} was given matrices of shapes {shapes}, but needs at least one, all [nodes, nodes] for the same "
+            f"number of nodes."
         )
+    phases = []
     for number, array in enumerate(arrays):
-        _check_columns(name, number, array)
-    return Schedule(name, len(arrays[0]), tuple(_phase_of(array) for array in arrays))
-
-
-def _check_columns(name: str, number: int, array: np.ndarray) -> None:
-    if not np.isfinite(array).all() or (array < 0.0).any():
-        raise InvalidArgumentError(
-            f"matrix {number} of {name} has weights below 0 or nonfinite ones: use finite weights from 0 on."
-        )
-    sums = array.sum(axis=0)
-    worst = int(np.abs(sums - 1.0).argmax())
-    if abs(sums[worst] - 1.0) > _SUM_TOLERANCE:
-        raise InvalidArgumentError(
-            f"column {worst} of matrix {number} of {name} sums to {sums[worst]:.6g}, but must sum to 1, or the mean "
-            f"over nodes would change. Row i holds what node i adds up; if yours hold what nodes send, transpose."
-        )
-
-
-def _phase_of(array: np.ndarray) -> Phase:
-    targets, sources = np.nonzero(array - np.diag(np.diag(array)))
-    weights = array[targets, sources].tolist()
-    return Phase(edges=tuple(map(Edge, sources.tolist(), targets.tolist(), weights)))
+        if not np.isfinite(array).all() or (array < 0.0).any():
+            raise InvalidArgumentError(
+                f"matrix {number} of {name} has weights below 0 or nonfinite ones: use finite weights from 0 on."
+            )
+        sums = array.sum(axis=0)
+        worst = int(np.abs(sums - 1.0).argmax())
+        if abs(sums[worst] - 1.0) > _SUM_TOLERANCE:
+            raise InvalidArgumentError(
+                f"column {worst} of matrix {number} of {name} sums to {sums[worst]:.6g}, but must sum to 1, or the "
+                f"mean over nodes would change. Row i holds what node i adds up; if yours is what it sends, transpose."
+            )
+        targets, sources = np.nonzero(array - np.diag(np.diag(array)))
+        edges = map(Edge, sources.tolist(), targets.tolist(), array[targets, sources].tolist())
+        phases.append(Phase(edges=tuple(edges)))
+    return Schedule(name, len(arrays[0]), tuple(phases))

@@ -1,9 +1,8 @@
-"""Buckets of parameters that are mixed together: the mix of each that is under way, and the norm of its gradient."""
+"""Buckets of parameters that are mixed together: the mix of each that is under way, its gradient's norm, its state."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -14,18 +13,23 @@ from torch.nn import Parameter
 
 from flexcomm import Compressor, InvalidArgumentError, MixHandle, MixResiduals, MixResult, PushSum, World, start_mix
 from flexcomm.gossip import ScheduleLike, complete, plan_mix, round_of
+from flexdemo.checkpoint.node_axis import (
+    NodeAxis,
+    OtherNodes,
+    check_sizes,
+    longest_on_node,
+    required,
+    stacked_state,
+    take_state_,
+)
 from flexdemo.gradients import Bucket
-from flexdemo.parameters import local
+from flexdemo.parameters import Group, local
 from flexdemo.torch_private import version_of
 
-
-@dataclass(frozen=True)
-class MixRule:
-    """The schedule, the share ``gamma`` of the way to ``W x``, and the compressor of a mix, if it has one."""
-
-    schedule: ScheduleLike
-    gamma: float | None = None
-    compressor: Compressor | None = None
+HERE, OWNER, PUSH_WEIGHT = "here", "owner", "push_weight"
+"""The keys of a parameter's value on this replica, of the replica's owner, and of its push-sum weight."""
+RESIDUALS = ("public", "public_sum")
+"""The keys of a bucket's residuals, saved with the first of its parameters."""
 
 
 class MixBucket:
@@ -35,31 +39,45 @@ class MixBucket:
     not change while it is mixed. Others, such as FSDP's shards, are copied when a mix starts.
     """
 
-    def __init__(self, bucket: Bucket, world: World, settings: MixRule, communicator: str) -> None:
-        self.params, self.names, self.sharded = list(bucket.params), list(bucket.names), bucket.node_averaged
+    def __init__(
+        self,
+        bucket: Bucket,
+        world: World,
+        schedule: ScheduleLike,
+        gamma: float | None,
+        compressor: Compressor | None,
+        communicator: str,
+    ) -> None:
+        self.params, self.names, self.sharded = bucket.params, bucket.names, bucket.node_averaged
         self.squared_distance: Tensor | None = None
         """The squared distance by which the last mix moved this rank's parameters."""
-        self._world, self._settings = world, settings
         self.tensors = [local(param) for param in self.params]
         """The tensors that are mixed: all elements of this rank's parameters."""
         if not self.sharded and len(self.params) > 1 and all(tensor.is_contiguous() for tensor in self.tensors):
             self.tensors = [_flatten_(self.params)]
         self._addresses = [local(param).data_ptr() for param in self.params]
-        self.residuals = None if settings.compressor is None else MixResiduals()
+        self._topology, self._schedule, self._gamma, self._compressor = world.topology, schedule, gamma, compressor
+        self._complete = complete(world.topology.nodes)
+        self.push_sum = None if schedule.is_doubly_stochastic else PushSum()
+        self.residuals = None if compressor is None else MixResiduals()
         self.reset_residuals()
-        self.push_sum = None if settings.schedule.is_doubly_stochastic else PushSum()
+        residual = 0 if self.residuals is None else self.residuals.state_dict()[RESIDUALS[0]].numel()
+        *self.lengths, self.residual_length = longest_on_node(
+            [*(local(param).numel() for param in self.params), residual], world
+        )
+        """The elements of each parameter, and of the residuals, on the rank of this node that has most."""
         self._handle: MixHandle[list[Tensor]] | None = None
         self._versions: list[int] = []
         self._start_mix = partial(start_mix, self.tensors, world=world, sharded=self.sharded, communicator=communicator)
         # Here all ranks come in one order; in a backward pass they may not.
         plan_mix(
             self.tensors,
-            settings.schedule,
+            schedule,
             world=world,
             sharded=self.sharded,
-            gamma=settings.gamma,
+            gamma=gamma,
             has_push_sum=self.push_sum is not None,
-            compressor=settings.compressor,
+            compressor=compressor,
             has_residuals=self.residuals is not None,
             communicator=communicator,
         )
@@ -68,30 +86,31 @@ class MixBucket:
         """Start the residuals, if there are any, from the current parameters, which must be equal on all replicas."""
         if self.residuals is None:
             return
-        topology = self._world.topology
-        flat = torch.cat([x.reshape(-1) for x in self.tensors])
-        if not self.sharded and topology.local_size > 1:
+        flat, ranks = torch.cat([x.reshape(-1) for x in self.tensors]), self._topology.local_size
+        if not self.sharded and ranks > 1:
             # The ranks of a node share the work: each mixes one shard, the last of which may be padded.
-            numel = -(-flat.numel() // topology.local_size)
-            flat = torch.nn.functional.pad(flat, (0, numel * topology.local_size - flat.numel()))
-            flat = flat[topology.local_rank * numel :][:numel]
-        self.residuals.begin(flat, round_of(self._settings.schedule.phase(0), topology.node).weight_sum)
+            numel = -(-flat.numel() // ranks)
+            flat = torch.nn.functional.pad(flat, (0, numel * ranks - flat.numel()))
+            flat = flat[self._topology.local_rank * numel :][:numel]
+        self.residuals.begin(flat, round_of(self._schedule.phase(0), self._topology.node).weight_sum)
 
-    @property
-    def is_under_way(self) -> bool:
-        return self._handle is not None
-
-    def start(self, step: int, settings: MixRule) -> None:
-        """Start to mix the current parameters."""
-        self._check_addresses()
-        self._versions = [version_of(param) for param in self.params]
+    def start(self, step: int, *, with_all: bool) -> None:
+        """Start to mix the current parameters, by the schedule or ``with_all`` nodes; nothing if a mix is under way."""
+        if self._handle is not None:
+            return
+        if [local(param).data_ptr() for param in self.params] != self._addresses:
+            raise InvalidArgumentError(
+                f"parameters such as {self.names[0]} were moved or replaced after this optimizer was made: move the "
+                f"model first, then make the optimizer."
+            )
+        self.accept_changes()
         self._handle = self._start_mix(
-            settings.schedule,
+            self._complete if with_all else self._schedule,
             step,
-            gamma=settings.gamma,
+            gamma=None if with_all else self._gamma,
             push_sum=self.push_sum,
-            compressor=settings.compressor,
-            residuals=None if settings.compressor is None else self.residuals,
+            compressor=None if with_all else self._compressor,
+            residuals=None if with_all else self.residuals,
             out=self.tensors,
         )
 
@@ -100,7 +119,14 @@ class MixBucket:
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        self._check_unchanged()
+        versions = zip(self.names, self.params, self._versions, strict=True)
+        changed = [name for name, param, version in versions if version_of(param) != version]
+        if changed:
+            raise InvalidArgumentError(
+                f"{', '.join(changed[:4])} changed while being mixed: peers received other values than this rank has. "
+                f"Call optimizer.restart() on all ranks before you change parameters, or use order='step-then-mix', "
+                f"with which nothing is under way between steps."
+            )
         self.squared_distance = handle.wait().squared_distance
 
     def wait_received(self) -> None:
@@ -118,39 +144,14 @@ class MixBucket:
         """Return the mean over all nodes and ranks, and this rank's squared distance from it. All ranks call it."""
         # A copy: the mean is read, and the weight of later rounds must not change.
         push_sum = None if self.push_sum is None else PushSum(self.push_sum.weight)
-        return self._start_mix(complete(self._world.topology.nodes), 0, push_sum=push_sum).wait()
-
-    def write(self, values: list[Tensor]) -> None:
-        """Copy values into the parameters."""
-        torch._foreach_copy_(self.tensors, values)
-        self.accept_changes()
+        return self._start_mix(self._complete, 0, push_sum=push_sum).wait()
 
     def accept_changes(self) -> None:
         """Treat the parameters as unchanged since their mix started: a change was reverted before it was read."""
         self._versions = [version_of(param) for param in self.params]
 
-    def _check_addresses(self) -> None:
-        if [local(param).data_ptr() for param in self.params] != self._addresses:
-            raise InvalidArgumentError(
-                f"parameters such as {self.names[0]} were moved or replaced after this optimizer was made: move the "
-                f"model first, then make the optimizer."
-            )
 
-    def _check_unchanged(self) -> None:
-        changed = [
-            name
-            for name, param, version in zip(self.names, self.params, self._versions, strict=True)
-            if version_of(param) != version
-        ]
-        if changed:
-            raise InvalidArgumentError(
-                f"{', '.join(changed[:4])} changed while being mixed: peers received other values than this rank has. "
-                f"Call optimizer.restart() on all ranks before you change parameters, or use order='step-then-mix', "
-                f"with which nothing is under way between steps."
-            )
-
-
-def _flatten_(params: list[Parameter]) -> Tensor:
+def _flatten_(params: Sequence[Parameter]) -> Tensor:
     """Move the parameters into one flat tensor, of which they are views from then on, and return it."""
     flat = torch.cat([param.detach().reshape(-1) for param in params])
     parts = torch.split(flat, [param.numel() for param in params])
@@ -159,24 +160,21 @@ def _flatten_(params: list[Parameter]) -> Tensor:
     return flat
 
 
-def squared_norm(buckets: Iterable[Bucket], world: World) -> Tensor:
+def squared_norm(buckets: Collection[Bucket], world: World) -> Tensor:
     """Return the squared norm of the replica's gradient: this rank's, plus the shards of all ranks of its node.
 
     If a bucket is sharded, the ranks of a node call it together.
     """
-    whole, shards = torch.zeros(2, dtype=torch.float64, device=world.device)
-    has_shards = False
+    unsharded, shards = torch.zeros(2, 1, dtype=torch.float64, device=world.device)
     for bucket in buckets:
         gradients = gradients_of(bucket)
-        has_shards |= bucket.node_averaged
         if gradients:
             norms = torch.stack([norm.to(world.device) for norm in torch._foreach_norm(gradients, 2.0, torch.float64)])
-            squared = norms.square().sum()
-            whole, shards = (whole, shards + squared) if bucket.node_averaged else (whole + squared, shards)
-    if has_shards and world.intra.size > 1:
-        shards = world.intra.all_reduce(shards.reshape(1)).wait().squeeze(0)
-    total: Tensor = whole + shards
-    return total
+            (shards if bucket.node_averaged else unsharded).add_(norms.square().sum())
+    if world.intra.size > 1 and any(bucket.node_averaged for bucket in buckets):
+        shards = world.intra.all_reduce(shards).wait()
+    total: Tensor = unsharded + shards
+    return total.squeeze(0)
 
 
 def clip_(buckets: Collection[Bucket], world: World, max_norm: float) -> None:
@@ -206,8 +204,83 @@ def take_communicator(owner: object, world: World) -> str:
     owners = _owners.setdefault(world, [])
     taken = torch.tensor([one() is not None for one in owners] + [False], dtype=torch.uint8)
     number = world.control.all_gather(taken).wait().amax(dim=0).tolist().index(0)
-    if number == len(owners):
-        owners.append(ref(owner))
-    else:
-        owners[number] = ref(owner)
+    owners[number : number + 1] = [ref(owner)]
     return f"optimizer {number}"
+
+
+def save_replica_(
+    state_dict: dict[str, Any], groups: list[Group], buckets: Collection[MixBucket], axis: NodeAxis
+) -> None:
+    """Add parameters, residuals and push-sum weights to torch's state dict, with a node axis in every tensor."""
+    states, numbers = state_dict["state"], _numbers_of(state_dict, groups)
+    for bucket in buckets:
+        for param, length in zip(bucket.params, bucket.lengths, strict=True):
+            here = {HERE: axis.stacked(local(param), length), OWNER: axis.owner()}
+            states[numbers[param]] = stacked_state(axis, states.get(numbers[param], {}), length) | here
+        first = states[numbers[bucket.params[0]]]
+        if bucket.residuals is not None:
+            residuals = bucket.residuals.state_dict()
+            first |= {key: axis.stacked(residuals[key], bucket.residual_length) for key in RESIDUALS}
+        if bucket.push_sum is not None:
+            first[PUSH_WEIGHT] = axis.stacked(torch.tensor([bucket.push_sum.weight], dtype=torch.float64), 1)
+
+
+def load_replica_(
+    state_dict: dict[str, Any],
+    groups: list[Group],
+    buckets: Collection[MixBucket],
+    axis: NodeAxis,
+    other_nodes: OtherNodes,
+) -> dict[str, Any]:
+    """Load what :func:`save_replica_` saved, and return the rest for torch to load. Nothing changes if this raises."""
+    check_sizes(state_dict["param_groups"], groups)
+    if not any(state_dict["state"].values()) and buckets:
+        raise InvalidArgumentError("the state to be loaded holds no replica: it was saved by another optimizer.")
+    numbers = _numbers_of(state_dict, groups)
+    states = {number: dict(state_dict["state"].get(number, {})) for number in numbers.values()}
+    commits: list[Callable[[], object]] = []
+    for bucket in buckets:
+        first = states[numbers[bucket.params[0]]]
+        commits_of_bucket = _load_bucket(bucket, first, axis) if first else []
+        for param in bucket.params:
+            saved = states[numbers[param]]
+            if not saved:
+                continue
+            axis.check_owner(required(saved, OWNER))
+            here, value = local(param), required(saved, HERE)
+            # Reset, new replicas start from the parameters that the model has.
+            if other_nodes != "reset" or axis.is_own(value):
+                commits.append(partial(here.copy_, axis.taken(value, here.shape, HERE, other_nodes)))
+            take_state_(axis, saved, param, other_nodes)
+        commits += commits_of_bucket
+    with torch.no_grad():
+        for commit in commits:
+            commit()
+    return {"state": states, "param_groups": state_dict["param_groups"]}
+
+
+def _load_bucket(bucket: MixBucket, saved: dict[str, Any], axis: NodeAxis) -> list[Callable[[], object]]:
+    """Return functions that load the residuals and the push-sum weight of a bucket, once nothing can fail any more.
+
+    If they were saved by another number of nodes they are reset: then all replicas start from equal parameters.
+    """
+    commits: list[Callable[[], object]] = []
+    if bucket.residuals is not None:
+        states = {key: required(saved, key) for key in RESIDUALS}
+        shape = bucket.residuals.state_dict()[RESIDUALS[0]].shape
+        if all(axis.is_own(state) for state in states.values()):
+            own = {key: axis.taken(state, shape, key, "error") for key, state in states.items()}
+            commits.append(partial(bucket.residuals.load_state_dict, own))
+        else:
+            commits.append(bucket.reset_residuals)
+    if bucket.push_sum is not None:
+        pushed = required(saved, PUSH_WEIGHT)
+        weight = float(axis.taken(pushed, (), PUSH_WEIGHT, "error")) if axis.is_own(pushed) else 1.0
+        commits.append(partial(bucket.push_sum.load_state_dict, {"weight": weight}))
+    return commits
+
+
+def _numbers_of(state_dict: dict[str, Any], groups: list[Group]) -> dict[Parameter, Any]:
+    """Return the keys of parameters in a state dict of torch."""
+    pairs = zip(state_dict["param_groups"], groups, strict=True)
+    return {param: key for packed, group in pairs for param, key in zip(group["params"], packed["params"], strict=True)}

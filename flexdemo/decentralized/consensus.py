@@ -1,8 +1,7 @@
 """Consensus control: replicas that are too far apart, relative to the size of their steps, mix more.
 
-Kong et al. 2021 (arXiv 2102.04828): while the distance between replicas stays below a critical value, decentralized
-training converges as fast as centralized. That value is proportional to the size of a step, so the distance is compared
-with it.
+Kong et al. 2021 (arXiv 2102.04828): decentralized training converges as fast as centralized while the distance between
+replicas stays below a critical value, which is proportional to the size of a step.
 """
 
 from __future__ import annotations
@@ -48,19 +47,15 @@ class ConsensusControl:
     decay: float = 0.9
 
     def __post_init__(self) -> None:
-        wrong = [
-            words
-            for words, is_wrong in {
-                f"bound is {self.bound!r}, but must be above 0": not self.bound > 0,
-                f"action is {self.action!r}, but must be one of {', '.join(get_args(Action))}": (
-                    self.action not in get_args(Action)
-                ),
-                f"most_rounds is {self.most_rounds!r}, but must be at least 1": self.most_rounds < 1,
-                f"every is {self.every!r}, but must be at least 1": self.every < 1,
-                f"decay is {self.decay!r}, but must be at least 0 and below 1": not 0 <= self.decay < 1,
-            }.items()
-            if is_wrong
-        ]
+        rules = {
+            "bound": (self.bound > 0, "above 0"),
+            "action": (self.action in get_args(Action), f"one of {', '.join(get_args(Action))}"),
+            "most_rounds": (self.most_rounds >= 1, "at least 1"),
+            "every": (self.every >= 1, "at least 1"),
+            "decay": (0 <= self.decay < 1, "at least 0 and below 1"),
+        }
+        broken = {name: rule for name, (holds, rule) in rules.items() if not holds}
+        wrong = [f"{name} is {getattr(self, name)!r}, but must be {rule}" for name, rule in broken.items()]
         if wrong:
             raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 

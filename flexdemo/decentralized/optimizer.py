@@ -1,4 +1,4 @@
-"""DecentralizedOptimizer: any of torch's optimizers, on replicas that mix their parameters with those of few nodes."""
+"""Any of torch's optimizers, and Adam, on replicas that mix their parameters with those of a few other nodes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.optimizer import ParamsT
 
 from flexcomm import BUCKET_BYTES, Compressor, InvalidArgumentError, World, default_world, mix
 from flexcomm.gossip import ScheduleLike, base, complete
-from flexdemo.checkpoint.node_axis import FromOtherNodes, OtherNodes
-from flexdemo.decentralized.buckets import MixBucket, MixRule, clip_, gradients_of, squared_norm, take_communicator
+from flexdemo.accumulated import AccumAdam
+from flexdemo.checkpoint.node_axis import FromOtherNodes, NodeAxis, OtherNodes
+from flexdemo.decentralized.buckets import (
+    MixBucket,
+    clip_,
+    gradients_of,
+    load_replica_,
+    save_replica_,
+    squared_norm,
+    take_communicator,
+)
 from flexdemo.decentralized.consensus import INITIAL_STATE, ConsensusControl, update_consensus_
-from flexdemo.decentralized.replica_state import ReplicaState
 from flexdemo.gradients import Bucket, ReadyBuckets, bucket_parameters, check_same_buckets
 from flexdemo.inner import Inner
 from flexdemo.parameters import Group, broadcast_parameters_, check_parameter, names_of
@@ -90,29 +99,27 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
     ) -> None:
         _check_arguments(order, overlap, max_norm)
         self._world = default_world() if world is None else world
-        self._communicator, nodes = take_communicator(self, self._world), self._world.topology.nodes
-        self._settings = MixRule(schedule or base(nodes), gamma, compressor)
-        self._complete_graph = MixRule(complete(nodes))
-        self._order, self._overlap, self._max_norm, self._bucket_bytes = order, overlap, max_norm, bucket_bytes
+        self._communicator = take_communicator(self, self._world)
+        self._schedule = schedule or base(self._world.topology.nodes)
+        self._gamma, self._compressor, self._max_norm, self._control = gamma, compressor, max_norm, control
+        self._order, self._overlap, self._bucket_bytes = order, overlap, bucket_bytes
         self._optimizer = optimizer
         self._inner = Inner([optimizer], [len(optimizer.param_groups)])
+        self._axis = NodeAxis(self._world)
         self._trained: set[Parameter] = set()
         self._mix_buckets: dict[Bucket, MixBucket] = {}
         self._ready = ReadyBuckets(self._advance)
-        self._skips = False
-        self._is_ready = False
+        self._skips = self._is_ready = False
         super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **INITIAL_STATE})
         self._inner.take_over_state(self)
         self.defaults |= optimizer.defaults
-        self._control = control
-        self._replica_state = ReplicaState(self._world)
         self._is_ready = True
         self._refresh()
 
     @property
     def schedule(self) -> ScheduleLike:
         """The nodes that mix at each step."""
-        return self._settings.schedule
+        return self._schedule
 
     @property
     def rounds(self) -> int:
@@ -152,25 +159,27 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
 
         """
         floats = [x for x in buffers if x.is_floating_point()]
-        saved = [(bucket, [x.clone() for x in bucket.tensors]) for bucket in self._mix_buckets.values()]
-        saved_floats = [x.clone() for x in floats]
-        for bucket, _ in saved:
+        tensors = [x for bucket in self._mix_buckets.values() for x in bucket.tensors] + floats
+        saved = [x.clone() for x in tensors]
+        for bucket in self._mix_buckets.values():
             bucket.wait_received()
         try:
             self._write_means(floats)
             yield
         finally:
-            for bucket, values in saved:
-                bucket.write(values)
-            for x, value in zip(floats, saved_floats, strict=True):
+            for x, value in zip(tensors, saved, strict=True):
                 x.copy_(value)
+            for bucket in self._mix_buckets.values():
+                bucket.accept_changes()
 
     @torch.no_grad()
     def _write_means(self, floats: list[Tensor]) -> None:
         for bucket in self._mix_buckets.values():
-            bucket.write(bucket.mean().tensors)
+            torch._foreach_copy_(bucket.tensors, bucket.mean().tensors)
+            bucket.accept_changes()
+        graph = complete(self._world.topology.nodes)
         for x in floats:
-            mix(x, self._complete_graph.schedule, 0, world=self._world, communicator=self._communicator, out=x)
+            mix(x, graph, 0, world=self._world, communicator=self._communicator, out=x)
 
     @torch.no_grad()
     def average_(self) -> None:
@@ -219,7 +228,11 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         group = self.param_groups[-1]
         for param, name in zip(group["params"], names_of(self.param_groups)[-1], strict=True):
             check_parameter(param, name, self._world.topology)
-            _check_not_flat(param, name)
+            if isinstance(param, FlatParameter):
+                raise InvalidArgumentError(
+                    f"{name} is a flat parameter of FSDP1, which moves it in memory while it would be mixed: shard the "
+                    f"model by FSDP2 (fully_shard)."
+                )
             # Present before the first step: torch's checkpoints need it.
             self.state[param] = self.state.get(param, {})
         broadcast_parameters_(group["params"], self._world)
@@ -232,9 +245,15 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         Mixes under way are not saved: they are started again from the parameters.
         """
         self._check_between_steps("saved")
-        initial = self._initial_states()
+        # States for parameters that have none yet come from a step, which changes parameters and changes them back.
+        for bucket in self._mix_buckets.values():
+            bucket.wait_received()
+        initial = self._inner.initial_states(self)
+        for bucket in self._mix_buckets.values():
+            bucket.accept_changes()
         self.state.update(initial)
-        saved = self._replica_state.added_to(super().state_dict(), self.param_groups, self._mix_buckets.values())
+        saved: dict[str, Any] = super().state_dict()
+        save_replica_(saved, self.param_groups, self._mix_buckets.values(), self._axis)
         self.state.update({param: {} for param in initial})
         return saved
 
@@ -250,9 +269,8 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._ready.reset()
         self.restart()
         self._refresh()
-        policy = other_nodes or self._other_nodes
-        rest = self._replica_state.taken_from(state_dict, self.param_groups, self._mix_buckets.values(), policy)
-        super().load_state_dict(rest)
+        buckets, policy = self._mix_buckets.values(), other_nodes or self._other_nodes
+        super().load_state_dict(load_replica_(state_dict, self.param_groups, buckets, self._axis, policy))
 
     def _check_between_steps(self, what: str) -> None:
         if self._ready.has_launched:
@@ -267,15 +285,6 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
             "and load state_dict()."
         )
 
-    def _initial_states(self) -> dict[Tensor, dict[str, Any]]:
-        """Return states for parameters that have none yet. Changes parameters, and changes them back."""
-        for bucket in self._mix_buckets.values():
-            bucket.wait_received()
-        initial = self._inner.initial_states(self)
-        for bucket in self._mix_buckets.values():
-            bucket.accept_changes()
-        return initial
-
     def _refresh(self) -> None:
         """Plan buckets for parameters that were added or unfrozen. All ranks call it together."""
         params = (param for group in self.param_groups for param in group["params"])
@@ -285,9 +294,8 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._trained |= new
         buckets = bucket_parameters(self.param_groups, self._bucket_bytes, new.__contains__)
         check_same_buckets(buckets, self._world)
-        new_buckets = [MixBucket(bucket, self._world, self._settings, self._communicator) for bucket in buckets]
-        self._mix_buckets |= zip(buckets, new_buckets, strict=True)
-        self._replica_state.measure(new_buckets)
+        settings = self._schedule, self._gamma, self._compressor, self._communicator
+        self._mix_buckets |= {bucket: MixBucket(bucket, self._world, *settings) for bucket in buckets}
         self._ready.watch(list(self._mix_buckets), early=self._overlap == "backward")
 
     def _prepare_gradients(self) -> None:
@@ -295,7 +303,10 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         # Set by torch's GradScaler during the step.
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None:
-            self._skips = self._replica_found_inf(found_inf)
+            # Other ranks may have found infinity in their shards of this replica.
+            if self._world.intra.size > 1 and any(bucket.node_averaged for bucket in self._mix_buckets):
+                found_inf = self._world.intra.all_reduce(found_inf.reshape(1).clone()).wait()
+            self._skips = bool(found_inf.item())
         if scale is not None and self._overlap == "backward":
             raise InvalidArgumentError(
                 "GradScaler unscales gradients after the backward pass, but overlap='backward' steps on them before: "
@@ -306,58 +317,40 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         if self._max_norm is not None:
             clip_(self._mix_buckets, self._world, self._max_norm)
 
-    def _replica_found_inf(self, found_inf: Tensor) -> bool:
-        """Return whether this rank, or another with shards of the same replica, found infinity."""
-        if any(bucket.node_averaged for bucket in self._mix_buckets) and self._world.intra.size > 1:
-            found_inf = self._world.intra.all_reduce(found_inf.reshape(1).clone()).wait()
-        return bool(found_inf.item())
-
     @torch.no_grad()
     def _advance(self, bucket: Bucket) -> None:
         """Take a bucket through one iteration: finish its mix, step, start the next mix."""
-        group = self.param_groups[bucket.group]
-        mixed = 0
+        group, mix_bucket = self.param_groups[bucket.group], self._mix_buckets[bucket]
+        next_mix = group["mixes"]
         if self._order == "mix-then-step" and group["step"] > 0:
-            mixed = self._finish_mix(bucket, self._settings_by("consensus_launched"))
+            self._finish_mix(bucket, with_all=self._is_with_all("consensus_launched"))
+            next_mix += self.rounds
         if not self._skips:
-            self._step_inner(bucket)
+            # The step belongs to push-sum's numerators, of which the parameters are one over the weight.
+            weight = 1.0 if mix_bucket.push_sum is None else mix_bucket.push_sum.weight
+            lr = group["lr"] if weight == 1.0 else group["lr"] / weight
+            self._optimizer.param_groups = [{**group, "params": list(bucket.params), "lr": lr}]
+            self._optimizer.state = self.state
+            self._optimizer.step()
         if self._order == "step-then-mix" or self._overlap != "none":
-            self._start_mix(bucket, group["mixes"] + mixed, self._settings_by("consensus_complete"))
+            mix_bucket.start(next_mix, with_all=self._is_with_all("consensus_complete"))
 
-    def _start_mix(self, bucket: Bucket, number: int, settings: MixRule) -> None:
-        """Start mix number ``number`` of a bucket, unless it is under way."""
-        if not self._mix_buckets[bucket].is_under_way:
-            self._mix_buckets[bucket].start(number, settings)
-
-    def _finish_mix(self, bucket: Bucket, settings: MixRule) -> int:
-        """Finish the mix under way, mix further rounds if there are more, and return the number of rounds.
+    def _finish_mix(self, bucket: Bucket, *, with_all: bool) -> None:
+        """Finish the mix under way, and mix further rounds if there are more.
 
         If no mix is under way, as after a state was loaded, it is started here, with the same result.
         """
         first = self.param_groups[bucket.group]["mixes"]
         for number in range(self.rounds):
-            self._start_mix(bucket, first + number, self._settings if number else settings)
+            self._mix_buckets[bucket].start(first + number, with_all=with_all and number == 0)
             self._mix_buckets[bucket].finish()
-        return self.rounds
-
-    def _step_inner(self, bucket: Bucket) -> None:
-        """Step torch's optimizer on the parameters of one bucket."""
-        group, push_sum = self.param_groups[bucket.group], self._mix_buckets[bucket].push_sum
-        # The step belongs to push-sum's numerators, of which the parameters are one over the weight.
-        weight = 1.0 if push_sum is None else push_sum.weight
-        lr = group["lr"] if weight == 1.0 else group["lr"] / weight
-        self._optimizer.param_groups, self._optimizer.state = (
-            [{**group, "params": list(bucket.params), "lr": lr}],
-            self.state,
-        )
-        self._optimizer.step()
 
     def _finish_step(self) -> None:
         """Count the step, and decide how much the next steps mix."""
         first = self.param_groups[0]
         if self._order == "step-then-mix":
             for bucket in self._mix_buckets:
-                self._finish_mix(bucket, self._settings_by("consensus_complete"))
+                self._finish_mix(bucket, with_all=self._is_with_all("consensus_complete"))
         mixes = self.rounds if self._order == "step-then-mix" or first["step"] > 0 else 0
         for group in self.param_groups:
             group["step"] += 1
@@ -368,19 +361,15 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
             norm = float(squared_norm(self._mix_buckets, self._world))
             update_consensus_(first, self._control, self._world, distance, norm)
 
-    def _settings_by(self, decision: Literal["consensus_complete", "consensus_launched"]) -> MixRule:
-        """Return the settings of the next mix or, as launched, of the one under way."""
-        is_complete = self._control is not None and self.param_groups[0][decision]
-        return self._complete_graph if is_complete else self._settings
+    def _is_with_all(self, mix: Literal["consensus_complete", "consensus_launched"]) -> bool:
+        """Return whether the next mix or, as launched, the one under way is with all nodes."""
+        return self._control is not None and bool(self.param_groups[0][mix])
 
 
 def _check_arguments(order: str, overlap: str, max_norm: float | None) -> None:
-    choices = {"order": (order, Order), "overlap": (overlap, Overlap)}
-    wrong = [
-        f"{name} is {value!r}, but must be one of {', '.join(get_args(choice))}"
-        for name, (value, choice) in choices.items()
-        if value not in get_args(choice)
-    ]
+    choices = {"order": (order, get_args(Order)), "overlap": (overlap, get_args(Overlap))}
+    unknown = {name: choice for name, choice in choices.items() if choice[0] not in choice[1]}
+    wrong = [f"{name} is {value!r}, but must be one of {', '.join(all_)}" for name, (value, all_) in unknown.items()]
     if max_norm is not None and not max_norm > 0:
         wrong.append(f"max_norm is {max_norm!r}, but must be above 0")
     if max_norm is not None and overlap == "backward":
@@ -392,9 +381,85 @@ def _check_arguments(order: str, overlap: str, max_norm: float | None) -> None:
         raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 
 
-def _check_not_flat(param: Tensor, name: str) -> None:
-    if isinstance(param, FlatParameter):
-        raise InvalidArgumentError(
-            f"{name} is a flat parameter of FSDP1, which moves it in memory while it would be mixed: shard "
-            f"the model by FSDP2 (fully_shard)."
+class DecentralizedAdam(DecentralizedOptimizer):
+    """Decentralized Adam (arXiv 2410.11998): ``x <- W x - lr * Adam(gradient at the unmixed x)``, with local moments.
+
+    :class:`DecentralizedOptimizer` says what a replica is, and more about the arguments from ``schedule`` on.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for torch's Adam.
+        lr: the learning rate.
+        betas: the decays of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: AdamW's or, with ``decoupled=False``, Adam's.
+        schedule: the nodes that mix at each step; ``flexcomm.gossip.base(nodes)`` if not given.
+        world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
+        accumulate: the number of steps after which moments are updated, by the mean gradient of these steps; small
+            local batches then count like larger ones. 1 is plain Adam.
+        decoupled: False adds weight decay to the gradient, as Adam does, instead of to the step.
+        order: ``"mix-then-step"``, or ``"step-then-mix"``, which waits for every mix.
+        overlap: when a bucket steps and its mix starts: in ``"step"``, in ``"backward"``, or ``"none"`` for no overlap.
+        gamma: the share of the way from ``x`` to ``W x``.
+        compressor: sends compressed changes of the parameters; needs a fixed schedule.
+        max_norm: clips the norm of a replica's whole gradient.
+        control: mixes more while replicas are too far apart.
+        bucket_bytes: bytes of the parameters that are mixed together.
+        foreach: as for torch's AdamW; ignored if ``accumulate`` is above 1.
+        fused: as for torch's AdamW; ignored if ``accumulate`` is above 1.
+
+    Raises:
+        InvalidArgumentError: arguments do not go together, or a parameter cannot be mixed.
+        ConfigMismatchError: ranks passed different parameters or arguments.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> from flexdemo import DecentralizedAdam
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with flexcomm.connect() as world:
+        ...     schedule = flexcomm.gossip.alternating_exponential_ring(world.topology.nodes)
+        ...     optimizer = DecentralizedAdam(model.parameters(), lr=1e-3, schedule=schedule, world=world)
+        ...     model(torch.ones(4, 2)).sum().backward()
+        ...     optimizer.step()
+
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        schedule: ScheduleLike | None = None,
+        world: World | None = None,
+        accumulate: int = 1,
+        decoupled: bool = True,
+        order: Order = "mix-then-step",
+        overlap: Overlap = "step",
+        gamma: float | None = None,
+        compressor: Compressor | None = None,
+        max_norm: float | None = None,
+        control: ConsensusControl | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        adam: Optimizer
+        if accumulate == 1:
+            adam_class = AdamW if decoupled else Adam
+            adam = adam_class(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
+        else:
+            adam = AccumAdam(params, lr, betas, eps, weight_decay, window=accumulate, decoupled=decoupled)
+        super().__init__(
+            adam,
+            schedule,
+            world=world,
+            order=order,
+            overlap=overlap,
+            gamma=gamma,
+            compressor=compressor,
+            max_norm=max_norm,
+            control=control,
+            bucket_bytes=bucket_bytes,
         )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.gossip import Edge, Group, Phase, Schedule
-from flexcomm.gossip.averaging import MOST_NODES, product_of
+from flexcomm.gossip.schedule import MOST_NODES, product_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
