@@ -1,8 +1,8 @@
-"""Parameters: their names, their local tensors and gradients, and checks that nodes can exchange them."""
+"""Parameters: the settings of their groups, their names, local tensors and gradients, and checks of all that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,30 @@ from flexcomm import InvalidArgumentError, InvalidTensorError, Topology, Topolog
 Group = dict[str, Any]
 """One of torch's ``param_groups``: torch itself types their values as Any."""
 
+Rule = tuple[Callable[[Any], bool], str]
+"""A test of a setting, and what the error says that it must be."""
+
+AT_LEAST_0: Rule = (lambda value: value >= 0, "at least 0")
+FROM_0_TO_1: Rule = (lambda value: 0 <= value <= 1, "from 0 to 1")
+ABOVE_0_TO_1: Rule = (lambda value: 0 < value <= 1, "above 0, at most 1")
+COUNT: Rule = (lambda value: isinstance(value, int) and value >= 1, "a whole number, at least 1")
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def one_of(choices: tuple[str, ...]) -> Rule:
+    return choices.__contains__, f"one of {', '.join(choices)}"
+
+
+def check_settings(settings: Group, rules: dict[str, Rule]) -> None:
+    """Raise unless all settings that a rule is for are as it says."""
+    wrong = [
+        f"{name} is {settings[name]!r}, but must be {needed}"
+        for name, (allows, needed) in rules.items()
+        if name in settings and not allows(settings[name])
+    ]
+    if wrong:
+        raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 
 
 def names_of(groups: list[Group]) -> list[list[str]]:
@@ -68,11 +91,8 @@ def check_parameter(param: Tensor, name: str, topology: Topology) -> None:
         raise InvalidArgumentError(
             f"{name} is {param.dtype}, but only {', '.join(map(str, _DTYPES))} can be exchanged: leave it out."
         )
-    if isinstance(param, DTensor):
-        _check_shards(param, name, topology)
-
-
-def _check_shards(param: DTensor, name: str, topology: Topology) -> None:
+    if not isinstance(param, DTensor):
+        return
     node = topology.members[topology.node]
     ranks = sorted(param.device_mesh.mesh.flatten().tolist())
     if ranks != sorted(node):

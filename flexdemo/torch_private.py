@@ -59,22 +59,15 @@ def mesh_without_groups(device_type: str, ranks: Sequence[Sequence[int]], names:
 
 
 @dataclass(frozen=True)
-class ShardedParam:
-    """A sharded parameter, which takes ``padded_numel`` elements of its group's flat gradient."""
-
-    param: Parameter
-    padded_numel: int
-
-
-@dataclass(frozen=True)
 class ParamGroup:
     """Parameters whose gradients lie one behind the other, in this order, in one reduce-scatter.
 
+    ``params``: the elements that each takes of the flat gradient, padding included.
     ``scales_gradients``: ``set_gradient_divide_factor`` or ``set_force_sum_reduction_for_comms`` was called.
     ``reduces_unused``: what ``set_reduce_scatter_unused_params`` was last called with.
     """
 
-    params: tuple[ShardedParam, ...]
+    params: dict[Parameter, int]
     reduce_dtype: torch.dtype
     has_all_reduce_hook: bool
     scales_gradients: bool
@@ -89,13 +82,12 @@ def param_groups_of(unit: FSDPModule) -> list[ParamGroup]:
 
 def _read(group: Any) -> ParamGroup:  # torch's FSDPParamGroup
     found = private(group, "fsdp_params")
-    params = tuple(
-        ShardedParam(private(one, "sharded_param"), private(one, "padded_sharded_param_size").numel()) for one in found
-    )
-    trained = [one.param for one in params if one.param.requires_grad] or [params[0].param]
+    params = {private(one, "sharded_param"): private(one, "padded_sharded_param_size").numel() for one in found}
+    # The first that wants gradients, or else the first.
+    trained = max(params, key=lambda param: param.requires_grad)
     return ParamGroup(
         params,
-        _reduce_dtype(private(found[0], "mp_policy"), trained[0].dtype),
+        _reduce_dtype(private(found[0], "mp_policy"), trained.dtype),
         private(group, "_all_reduce_hook") is not None,
         private(group, "gradient_divide_factor") is not None or private(group, "force_sum_reduction_for_comms"),
         private(group, "reduce_scatter_unused_params"),

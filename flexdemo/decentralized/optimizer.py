@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from flexcomm import BUCKET_BYTES, Compressor, InvalidArgumentError, World, default_world, mix
 from flexcomm.gossip import ScheduleLike, base, complete
-from flexdemo.checkpoint.node_axis import FromOtherNodes, OtherNodes
+from flexdemo.checkpoint import FromOtherNodes, OtherNodes
 from flexdemo.decentralized.buckets import MixBucket, MixRule, clip_, gradients_of, squared_norm, take_communicator
 from flexdemo.decentralized.consensus import INITIAL_STATE, ConsensusControl, update_consensus_
 from flexdemo.decentralized.replica_state import ReplicaState
 from flexdemo.gradients import Bucket, ReadyBuckets, bucket_parameters, check_same_buckets
-from flexdemo.inner import Inner
 from flexdemo.parameters import Group, broadcast_parameters_, check_parameter, names_of
+from flexdemo.wrapped import Inner
 
 Order = Literal["mix-then-step", "step-then-mix"]
 Overlap = Literal["step", "backward", "none"]

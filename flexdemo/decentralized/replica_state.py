@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flexcomm import InvalidArgumentError, World
-from flexdemo.checkpoint.node_axis import (
+from flexdemo.checkpoint import (
     NodeAxis,
     OtherNodes,
     check_sizes,

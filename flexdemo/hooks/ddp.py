@@ -49,22 +49,26 @@ class CompressionState(HookHandle):
         super().__init__(compressor, world, decay=decay, average=average, nonfinite=nonfinite)
         self._names = dict(names or {})
         self._buckets: dict[tuple[str, ...], Bucket] = {}
-        self._sent: dict[Bucket, tuple[GradBucket, torch.futures.Future[Tensor]]] = {}
+        self._futures: dict[Bucket, tuple[GradBucket, torch.futures.Future[Tensor]]] = {}
         if names:
             params = tuple(names)
             # All of them at once: torch fills buckets when it likes, and states must be known before.
             self.plan([(Bucket(0, False, params, tuple(names.values())), params)])
         self.is_active = True
-        self.on_remove(lambda: setattr(self, "is_active", False))
+        self.on_remove.callback(setattr, self, "is_active", False)
 
     def send(self, grad_bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start the exchange of one of DDP's buckets; with the last of a backward pass, all of them are finished."""
         bucket = self._bucket_of(grad_bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._sent[bucket] = grad_bucket, future
+        self._futures[bucket] = grad_bucket, future
         self.start(bucket, grad_bucket.gradients())
         if grad_bucket.is_last():
-            self._finish_backward()
+            futures, self._futures = self._futures, {}
+            self.finish()
+            for sent, its_future in futures.values():
+                its_future.set_result(sent.buffer())
+            self.step += 1
         return future
 
     def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
@@ -76,13 +80,6 @@ class CompressionState(HookHandle):
             if not self.has_planned(names):
                 self.plan([(self._buckets[names], grad_bucket.gradients())])
         return self._buckets[names]
-
-    def _finish_backward(self) -> None:
-        sent, self._sent = self._sent, {}
-        self.finish({bucket: grad_bucket.gradients() for bucket, (grad_bucket, _) in sent.items()})
-        for grad_bucket, future in sent.values():
-            future.set_result(grad_bucket.buffer())
-        self.step += 1
 
 
 def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -125,13 +122,6 @@ def attach_to_ddp(
 
     """
     names = {param: name for name, param in model.module.named_parameters()}
-    state = CompressionState(
-        compressor,
-        world,
-        names=names,
-        decay=decay,
-        average=average,
-        nonfinite=nonfinite,
-    )
+    state = CompressionState(compressor, world, names=names, decay=decay, average=average, nonfinite=nonfinite)
     model.register_comm_hook(state, compression_hook)
     return state
