@@ -131,20 +131,18 @@ def _batches(rows: list[_Row], most: int) -> Iterator[list[_Row]]:
     """Give rows in batches of about ``most`` elements; long ones in pieces, if their memory allows it."""
     batch: list[_Row] = []
     numel = 0
-    for one_slice in (one_slice for row in rows for one_slice in _slices(row, most)):
-        if batch and numel + one_slice[0].numel() > most:
-            yield batch
-            batch, numel = [], 0
-        batch.append(one_slice)
-        numel += one_slice[0].numel()
+    for row in rows:
+        slices: Iterable[_Row] = [row]
+        if row[0].numel() > most and all(one.is_contiguous() for one in row):
+            slices = zip(*(torch.split(one.view(-1), most) for one in row), strict=True)
+        for one_slice in slices:
+            if batch and numel + one_slice[0].numel() > most:
+                yield batch
+                batch, numel = [], 0
+            batch.append(one_slice)
+            numel += one_slice[0].numel()
     if batch:
         yield batch
-
-
-def _slices(row: _Row, most: int) -> Iterable[_Row]:
-    if row[0].numel() <= most or not all(one.is_contiguous() for one in row):
-        return [row]
-    return zip(*(torch.split(one.view(-1), most) for one in row), strict=True)
 
 
 def _advance(batch: list[_Row], count: int, group: Group) -> None:

@@ -10,14 +10,34 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from flexcomm import Average, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World, default_world
-from flexdemo.checkpoint import FromOtherNodes, OtherNodes
-from flexdemo.gradients import Averages, Bucket, BucketExchange, CompressionSettings, ReadyBuckets, bucket_parameters
+from flexdemo.checkpoint import (
+    FromOtherNodes,
+    NodeAxis,
+    OtherNodes,
+    StateEntry,
+    check_sizes,
+    find_entries,
+    load_residuals,
+    longest_on_node,
+    required,
+    stacked_state,
+    take_state_,
+)
+from flexdemo.gradients import (
+    Averages,
+    Bucket,
+    BucketExchange,
+    CompressionSettings,
+    ReadyBuckets,
+    bucket_parameters,
+    check_same_buckets,
+)
 from flexdemo.local_steps import LocalSteps, OuterOptimizer
-from flexdemo.node_state import NodeState
 from flexdemo.parameters import (
     COUNT,
     Group,
@@ -26,12 +46,19 @@ from flexdemo.parameters import (
     check_parameter,
     check_settings,
     gradient_of,
+    local,
     names_of,
     one_of,
+    wrapped_like,
 )
 
 SyncTarget = Literal["gradients", "steps"]
 """Nodes exchange gradients, and all take the same step; or each takes a step of its own, and they exchange those."""
+
+MOMENTUM, UNSENT, OWNER = "momentum", "unsent", "owner"
+"""The keys of the residuals of gradients, of the residuals of local steps, and of the rank that saved them."""
+ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
+"""The keys of the parameters and the velocity after the last outer step, and of this node's parameters now."""
 
 _IS_COMPRESSOR: Rule = (lambda value: hasattr(value, "plan"), "one, such as flexcomm.demo()")
 
@@ -86,7 +113,9 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         )
         self._local_steps = LocalSteps(self._world, outer, nonfinite) if is_local else None
         self._ready = ReadyBuckets(self._start_bucket)
-        self._node_state = NodeState(self._world, self._gradients, self._local_steps)
+        self._axis = NodeAxis(self._world)
+        self._entries: dict[Parameter, dict[str, StateEntry]] = {}
+        self._lengths: dict[Parameter, int] = {}
         self._is_ready = True
         self._refresh()
 
@@ -188,23 +217,6 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         if self._is_ready:
             self._refresh()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's own format, with a node axis where nodes differ; see docs/training.md."""
-        return self._node_state.added_to(super().state_dict(), self.param_groups)
-
-    def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
-        """Go on from a state, bit for bit.
-
-        Args:
-            state_dict: as :meth:`state_dict` returned it.
-            other_nodes: for a state of another number of nodes: an ``"error"`` (the default), the ``"mean"`` of all
-                nodes, or ``"reset"`` to zero.
-
-        """
-        self._refresh()
-        rest = self._node_state.taken_from(state_dict, self.param_groups, other_nodes or self._other_nodes)
-        super().load_state_dict(rest)
-
     def _find_trainable(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"] if param.requires_grad]
 
@@ -218,4 +230,106 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         self._ready.watch(buckets, early=self._overlap)
         if self._local_steps is not None:
             self._local_steps.refresh(self.param_groups, self._bucket_bytes)
-        self._node_state.measure(self.param_groups)
+        self._find_state()
+
+    def _find_state(self) -> None:
+        """Find the residuals of all parameters. The ranks of a node exchange their lengths."""
+        check_same_buckets(self._gradients.buckets, self._world)
+        exchanges = {MOMENTUM: self._gradients}
+        if self._local_steps is not None:
+            exchanges[UNSENT] = self._local_steps.exchange
+        for key, exchange in exchanges.items():
+            for bucket in exchange.buckets:
+                here = [local(param) for param in bucket.params]
+                self._lengths |= zip(bucket.params, longest_on_node(map(Tensor.numel, here), self._world), strict=True)
+                entries = find_entries(bucket, exchange, here, self.param_groups[bucket.group]["compressor"])
+                for param, entry in zip(bucket.params, entries, strict=False):
+                    self._entries.setdefault(param, {})[key] = entry
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's own format, with a node axis where nodes differ; see docs/training.md."""
+        state_dict = super().state_dict()
+        for packed, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            # Its repr, not the object: loading must not be able to run code.
+            packed["compressor"] = repr(group["compressor"])
+            for number, param in zip(packed["params"], group["params"], strict=True):
+                state_dict["state"][number] = self._saved(param, state_dict["state"].get(number, {}))
+        return state_dict
+
+    def _saved(self, param: Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        here, axis = local(param), self._axis
+        entries = self._entries.get(param, {})
+        saved = {key: entry.saved(axis) for key, entry in entries.items()}
+        if entries:
+            saved[OWNER] = axis.owner()
+        if self._local_steps is None or param not in self._local_steps.anchors:
+            return {**state, **saved}
+        length = self._lengths[param]
+        saved[HERE] = axis.stacked(here, length)
+        saved[ANCHOR] = wrapped_like(self._local_steps.anchors[param], param)
+        if param in self._local_steps.velocities:
+            saved[VELOCITY] = wrapped_like(self._local_steps.velocities[param], param)
+        return {**stacked_state(axis, state, length), **saved}
+
+    def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
+        """Go on from a state, bit for bit; if this raises, nothing has changed.
+
+        Args:
+            state_dict: as :meth:`state_dict` returned it.
+            other_nodes: for a state of another number of nodes: an ``"error"`` (the default), the ``"mean"`` of all
+                nodes, or ``"reset"`` to zero.
+
+        """
+        self._refresh()
+        check_sizes(state_dict["param_groups"], self.param_groups)
+        if not any(OWNER in kept for kept in state_dict["state"].values()) and self._entries:
+            raise InvalidArgumentError(
+                "the state to be loaded holds no residuals at all: it was saved by another optimizer."
+            )
+        policy = other_nodes or self._other_nodes
+        rest: dict[str, Any] = {"state": {}, "param_groups": []}
+        residuals: list[tuple[StateEntry, Tensor]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        for index, (group, packed) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=True)):
+            if packed.get("compressor") != repr(group["compressor"]):
+                raise InvalidArgumentError(
+                    f"group {index} was saved with compressor {packed.get('compressor')}, but has "
+                    f"{group['compressor']!r}, which may see momenta differently. Load with the same, then set "
+                    f"group['compressor']."
+                )
+            rest["param_groups"].append({**packed, "compressor": group["compressor"]})
+            for number, param in zip(packed["params"], group["params"], strict=True):
+                rest["state"][number] = saved = dict(state_dict["state"].get(number, {}))
+                # Empty if it was frozen when it was saved: it begins anew.
+                if saved:
+                    residuals += self._take_residuals(param, saved, policy)
+                    copies += self._take_local_steps(param, saved, policy)
+        load_residuals(residuals)
+        for target, value in copies:
+            target.copy_(value)
+        super().load_state_dict(rest)
+
+    def _take_residuals(
+        self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
+    ) -> list[tuple[StateEntry, Tensor]]:
+        entries, axis = self._entries.get(param, {}), self._axis
+        if entries:
+            axis.check_owner(required(saved, OWNER))
+        return [(one, one.taken(required(saved, key), axis, key, other_nodes)) for key, one in entries.items()]
+
+    def _take_local_steps(
+        self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return tensors of this rank, each with its saved value."""
+        axis, steps = self._axis, self._local_steps
+        if steps is None or param not in steps.anchors:
+            return []
+        here, anchor, saved_here = local(param), local(required(saved, ANCHOR)), required(saved, HERE)
+        # On "reset", new nodes start from the last outer step.
+        resets = other_nodes == "reset" and not axis.is_own(saved_here)
+        value = anchor if resets else axis.taken(saved_here, here.shape, HERE, other_nodes)
+        copies = [(here, value), (steps.anchors[param], anchor)]
+        if param in steps.velocities:
+            copies.append((steps.velocities[param], local(required(saved, VELOCITY))))
+        take_state_(axis, saved, param, other_nodes)
+        return copies

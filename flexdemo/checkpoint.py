@@ -1,17 +1,21 @@
-"""Checkpoints: files in torch's distributed format, and the node axis of state that differs from rank to rank.
+"""Checkpoints: files, the node axis of state that differs from rank to rank, and residuals.
 
 torch's distributed checkpoints take tensors of equal name on several ranks for copies of one, and keep one of them.
 What is a node's own is therefore saved as a tensor ``[nodes, ranks per node, numel]``, of which every rank holds the
 row at its own place.
+
+Residuals are coefficients of chunks, and chunks follow from how a tensor is cut. For other ranks per node, what the
+ranks of a node saved is transformed back into elements, put together, cut anew, and transformed again: exact but for
+rounding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,12 +31,24 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from flexcomm import InvalidArgumentError, World
+from flexcomm import (
+    Compressor,
+    InvalidArgumentError,
+    Residuals,
+    TensorPlan,
+    TensorShard,
+    TensorSpec,
+    World,
+    plan_tensor,
+    shard_tensor,
+)
+from flexcomm.kernels.reference.transform import accumulate, restore
+from flexdemo.gradients import Bucket, BucketExchange, spec_of
 from flexdemo.parameters import Group, local, wrapped_like
 from flexdemo.torch_private import mesh_without_groups
 
@@ -90,7 +106,14 @@ def load_checkpoint(
         found = saved.get(name)
         if isinstance(found, TensorStorageMetadata) and found.size != holder[key].shape:
             holder[key] = torch.empty(found.size, dtype=holder[key].dtype, device=holder[key].device)
-    _check_residuals(saved, state)
+    # torch loads what it is asked for, and no more.
+    asked = {name for _, _, name in _node_tensors(state)}
+    left = [name for name in saved if name.startswith(_RESIDUALS) and name not in asked]
+    if left:
+        raise InvalidArgumentError(
+            f"the files hold {len(left)} residuals that nothing here asks for, such as {left[0]}: pass the handle of a "
+            f"model with the same parameter names. A CompressionState without names knows them after one backward pass."
+        )
     load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     with optimizer.from_other_nodes(other_nodes) if isinstance(optimizer, FromOtherNodes) else nullcontext():
@@ -109,28 +132,22 @@ def _state_of(model: Module, optimizer: Optimizer, handle: HookHandle | None) ->
     return state if handle is None else {**state, "handle": handle.state_dict()}
 
 
-def _check_residuals(saved: Mapping[str, object], state: Mapping[str, Any]) -> None:
-    """Raise if residuals in the files would be left out: torch loads what it is asked for, and no more."""
-    asked = state.get("handle", {"residuals": {}})["residuals"]
-    left = [name for name in saved if name.startswith(_RESIDUALS) and name.removeprefix(_RESIDUALS) not in asked]
-    if left:
-        raise InvalidArgumentError(
-            f"the files hold {len(left)} residuals that nothing here asks for, such as {left[0]}: pass the handle "
-            f"of a model with the same parameter names. A CompressionState without names knows them after one "
-            f"backward pass."
-        )
-
-
 def _node_tensors(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Tensor], str, str]]:
     """Return everything with a node axis: what holds it, its key there, and what files call it."""
     for param, kept in state["optimizer"]["state"].items():
-        for key in [key for key, value in kept.items() if isinstance(value, Tensor) and is_stacked(value)]:
-            yield kept, key, f"optimizer.state.{param}.{key}"
-    attached = state.get("handle", {"residuals": {}})
-    for param in attached["residuals"]:
-        yield attached["residuals"], param, f"{_RESIDUALS}{param}"
-    if "owner" in attached:
-        yield attached, "owner", "handle.owner"
+        for key, value in list(kept.items()):
+            if isinstance(value, DTensor):
+                has_node_axis = value.device_mesh.mesh_dim_names == _AXES
+            else:
+                # A single process has no mesh.
+                has_node_axis = isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, 1)
+            if has_node_axis:
+                yield kept, key, f"optimizer.state.{param}.{key}"
+    if "handle" in state:
+        handle = state["handle"]
+        yield handle, "owner", "handle.owner"
+        for param in handle["residuals"]:
+            yield handle["residuals"], param, f"{_RESIDUALS}{param}"
 
 
 class FromOtherNodes:
@@ -239,13 +256,6 @@ class NodeAxis:
         )
 
 
-def is_stacked(tensor: Tensor) -> bool:
-    """Return whether a tensor has a node axis. A single process has no mesh, so there the shape tells."""
-    if isinstance(tensor, DTensor):
-        return tensor.device_mesh.mesh_dim_names == _AXES
-    return tensor.dim() == 3 and tuple(tensor.shape[:2]) == (1, 1)
-
-
 def longest_on_node(lengths: Iterable[int], world: World) -> list[int]:
     """Return, number by number, the largest that any rank of this node has."""
     mine = torch.tensor(list(lengths), dtype=torch.int64, device=world.device)
@@ -295,3 +305,105 @@ def check_sizes(saved: list[dict[str, Any]], groups: list[Group]) -> None:
         raise InvalidArgumentError(
             f"the state to be loaded has groups of {sizes[0]} parameters, but this optimizer has {sizes[1]}."
         )
+
+
+class StateEntry(NamedTuple):
+    """The residual of one tensor on this rank; ``length`` is the longest on this node.
+
+    Without a shard this rank has none. Without ``unsharded`` it cannot be cut anew.
+    """
+
+    residuals: Residuals
+    device: torch.device
+    shard: TensorShard | None
+    length: int
+    unsharded: UnshardedTensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (0, 0) if self.shard is None else self.shard.plan.state_shape
+
+    def saved(self, axis: NodeAxis) -> Tensor:
+        """Return the residual, zeros if it has not begun, with a node axis."""
+        if self.shard is not None and self.shard.spec.name in self.residuals.names():
+            return axis.stacked(self.residuals[self.shard.spec.name], self.length)
+        return axis.stacked(torch.zeros(self.shape, device=self.device), self.length)
+
+    def taken(self, saved: Tensor, axis: NodeAxis, name: str, other_nodes: OtherNodes) -> Tensor:
+        """Return this rank's part of a saved residual."""
+        reshard = None if self.unsharded is None else self.unsharded.reshard
+        return axis.taken(saved, self.shape, name, other_nodes, reshard)
+
+
+def load_residuals(taken: Iterable[tuple[StateEntry, Tensor]]) -> None:
+    """Load what was taken; if taking raises, nothing has changed."""
+    states: dict[Residuals, dict[str, Tensor]] = {}
+    for entry, state in taken:
+        by_name = states.setdefault(entry.residuals, {})
+        if entry.shard is not None:
+            by_name[entry.shard.spec.name] = state
+    for residuals, by_name in states.items():
+        residuals.load_state_dict(by_name)
+
+
+def find_entries(
+    bucket: Bucket, exchange: BucketExchange, tensors: Sequence[Tensor], compressor: Compressor
+) -> list[StateEntry]:
+    """Return the entries of a bucket's tensors; none without residuals. All ranks of a node call it together."""
+    residuals = exchange.residuals_of(bucket)
+    if residuals is None:
+        return []
+    shards = exchange.shards_of(bucket, list(tensors), compressor)
+    mine = [0 if shard is None else math.prod(shard.plan.state_shape) for shard in shards]
+    found = zip(tensors, bucket.params, bucket.names, shards, longest_on_node(mine, exchange.world), strict=True)
+    return [
+        StateEntry(residuals, x.device, shard, length, _find_unsharded(param, name, x.dtype, compressor))
+        for x, param, name, shard, length in found
+    ]
+
+
+def _find_unsharded(param: Tensor, name: str, dtype: torch.dtype, compressor: Compressor) -> UnshardedTensor | None:
+    """Return a parameter as it is before it is cut; None if that cannot be known, as of a flat one."""
+    dim = None
+    if isinstance(param, DTensor):
+        (placement, *others) = param.placements
+        if others or not isinstance(placement, Shard):
+            return None
+        dim = placement.dim
+    spec = TensorSpec(name, tuple(param.shape), dtype)
+    return None if isinstance(param, FlatParameter) else UnshardedTensor(spec, compressor, dim)
+
+
+class UnshardedTensor(NamedTuple):
+    """A tensor before it is cut among the ranks of a node: along ``dim`` by FSDP, or, if None, by flexcomm."""
+
+    spec: TensorSpec
+    compressor: Compressor
+    dim: int | None
+
+    def reshard(self, rows: Tensor, ranks: int, rank: int) -> Tensor:
+        """Return the state of rank ``rank`` of ``ranks`` out of the states, one a row, that a node's ranks saved."""
+        whole = torch.zeros(self.spec.shape, device=rows.device)
+        for row, shard in zip(rows, self.shards(whole, len(rows)), strict=True):
+            if shard is None:
+                continue
+            elements, plan = shard
+            numel = math.prod(plan.state_shape)
+            if row.numel() < numel:
+                raise InvalidArgumentError(
+                    f"the residual saved of {self.spec.name} has {row.numel()} coefficients where {numel} are needed: "
+                    f"it is of another model, or of another compressor."
+                )
+            elements.copy_(restore(row[:numel].view(plan.state_shape), plan).reshape(elements.shape))
+        mine = self.shards(whole, ranks)[rank]
+        return rows.new_zeros(0, 0) if mine is None else accumulate(*mine)
+
+    def shards(self, whole: Tensor, ranks: int) -> list[tuple[Tensor, TensorPlan] | None]:
+        """Return what each rank holds of ``whole``, as a view, and its plan; None if it holds nothing."""
+        if self.dim is None:
+            cut = shard_tensor(self.spec, plan_tensor(self.spec, self.compressor), ranks)
+            return [one and (whole.view(-1)[one.first : one.last], one.plan) for one in cut]
+        # As FSDP cuts it: all of one size, the last ones what is left.
+        size = -(-self.spec.shape[self.dim] // ranks)
+        views = whole.tensor_split([rank * size for rank in range(1, ranks)], self.dim)
+        return [(view, plan_tensor(spec_of(view, self.spec.name), self.compressor)) for view in views]

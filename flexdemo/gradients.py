@@ -226,19 +226,13 @@ class BucketExchange:
     """
 
     def __init__(
-        self,
-        world: World,
-        *,
-        average: Average,
-        nonfinite: NonFinitePolicy,
-        has_residuals: bool,
-        in_background: bool,
+        self, world: World, *, average: Average, nonfinite: NonFinitePolicy, has_residuals: bool, in_background: bool
     ) -> None:
         self.world = world
         self.buckets: list[Bucket] = []
         self.residuals: dict[int, Residuals] = {}
-        self._average, self._nonfinite = average, nonfinite
-        self._has_residuals, self._in_background = has_residuals, in_background
+        self._nonfinite, self._has_residuals = nonfinite, has_residuals
+        self._average, self._in_background = average, in_background
         self._outputs: dict[Bucket, list[Tensor]] = {}
         self._plans: dict[tuple[Bucket, Compressor, AlgorithmOption, NonFinitePolicy], SyncPlan] = {}
         self._algorithms: dict[Hashable, AlgorithmOption] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -46,12 +47,9 @@ def names_of(groups: list[Group]) -> list[list[str]]:
 
     Numbers count through all groups, as torch's ``state_dict`` does.
     """
-    names, count = [], 0
-    for group in groups:
-        numbered = [str(number) for number in range(count, count + len(group["params"]))]
-        names.append(list(group.get("param_names", numbered)))
-        count += len(numbered)
-    return names
+    numbers = map(str, count())
+    numbered = [list(islice(numbers, len(group["params"]))) for group in groups]
+    return [list(group.get("param_names", names)) for group, names in zip(groups, numbered, strict=True)]
 
 
 def is_sharded(param: Tensor) -> bool:

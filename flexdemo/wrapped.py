@@ -214,8 +214,7 @@ class Inner:
     def take_over_state(self, owner: Optimizer) -> None:
         """Give the owner the state of steps that the optimizers took before."""
         for optimizer in self._optimizers:
-            for param, state in optimizer.state.items():
-                owner.state[param] = state
+            owner.state.update(optimizer.state)
 
     @torch.no_grad()
     def initial_states(self, owner: Optimizer) -> dict[Tensor, dict[str, Any]]:
@@ -224,14 +223,14 @@ class Inner:
         They come from a step with zero gradients, after which parameters and states are restored.
         """
         params = [param for group in owner.param_groups for param in group["params"]]
-        new = [param for param in params if not owner.state[param]]
+        new = {param for param in params if not owner.state[param]}
         if not new:
             return {}
         kept = [(param, param.grad, local(param).clone(), owner.state[param]) for param in params]
         for param in params:
-            param.grad = torch.zeros_like(param) if any(param is one for one in new) else None
+            param.grad = torch.zeros_like(param) if param in new else None
         self._step(owner)
-        found = {param: owner.state[param] for param in new}
+        found = {param: owner.state[param] for param in params if param in new}
         for param, gradient, value, state in kept:
             param.grad, owner.state[param] = gradient, state
             local(param).copy_(value)
@@ -255,11 +254,10 @@ class Inner:
                 param.grad = gradient
 
     def _step(self, owner: Optimizer) -> None:
-        begin = 0
-        for number, (optimizer, count) in enumerate(zip(self._optimizers, self._counts, strict=True)):
-            # Groups that were added later belong to the last optimizer.
-            end = len(owner.param_groups) if number == len(self._counts) - 1 else begin + count
+        groups = owner.param_groups
+        # Groups that were added later belong to the last optimizer.
+        for optimizer, count in zip(self._optimizers, [*self._counts[:-1], None], strict=True):
             # Again each time: torch replaces both when a state is loaded.
-            optimizer.param_groups, optimizer.state = owner.param_groups[begin:end], owner.state
+            optimizer.param_groups, optimizer.state = groups[:count], owner.state
             optimizer.step()
-            begin = end
+            groups = groups[count:]

@@ -77,7 +77,7 @@ class CompressionState(HookHandle):
         names = tuple(self._names.setdefault(param, str(len(self._names))) for param in params)
         if names not in self._buckets:
             self._buckets[names] = Bucket(0, False, tuple(params), names)
-            if not self.has_planned(names):
+            if not self._entries.keys() >= set(names):
                 self.plan([(self._buckets[names], grad_bucket.gradients())])
         return self._buckets[names]
 

@@ -93,7 +93,7 @@ class FsdpHandle(HookHandle):
     _has_sent = False
     _failure: FlexcommError | None = None
 
-    def send(self, bucket: Bucket, gradients: list[Tensor], *, at_once: bool) -> None:
+    def send(self, bucket: Bucket, gradients: list[Tensor], at_once: bool) -> None:
         """Exchange gradients in place: until this returns if ``at_once``, else until the backward pass ends."""
         # With every send: a pass that failed has dropped its callbacks, and left its exchange under way.
         queue_callback(self._end_backward)
@@ -169,15 +169,15 @@ def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], 
             )
         padded = torch.split_with_sizes(flat, numels)
         shards = [x[: shape.numel()].view(shape) for x, shape in zip(padded, shapes, strict=True)]
-        # FSDP hands out views of the flat gradient after the hook, or else copies or adds it up.
-        is_read = any(
+        # After the hook FSDP keeps views of the flat gradient, except where it copies it or adds it to another.
+        at_once = any(
             param.grad is not None
             or param.dtype != flat.dtype
             or param.device != flat.device
             or has_post_accumulate_grad_hooks(param)
             for param in trained
         )
-        handle.send(bucket, shards, at_once=is_read)
+        handle.send(bucket, shards, at_once)
 
     # Else torch leaves unused parameters out, and which ones may differ from rank to rank.
     unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -194,11 +194,7 @@ def _check_group(group: ParamGroup, names: dict[Parameter, str], world: World) -
     """Raise if what a hook sees would not be the node's mean."""
     if group.has_all_reduce_hook:
         raise InvalidArgumentError("this model has an all-reduce hook already: remove() the handle it has first.")
-    if group.reduce_dtype == torch.float16:
-        raise InvalidArgumentError(
-            "gradients are reduced as float16, which FSDP adds up without dividing and divides after the exchange: "
-            "they overflow on the way. Use MixedPrecisionPolicy(reduce_dtype=torch.float32)."
-        )
+    _check_reduce_dtype(group.reduce_dtype)
     if group.scales_gradients:
         raise InvalidArgumentError(
             "this unit divides its gradients by a factor of its own, after the exchange. Leave "
@@ -244,9 +240,8 @@ def _reduce_flat(state: tuple[FsdpHandle, Bucket], gradient: Tensor, shard: Tens
     (flat_param,), intra = bucket.params, handle.world.intra
     intra.reduce_scatter(gradient.view(intra.size, -1), out=shard).wait()
     shard.div_(intra.size)
-    # FSDP keeps the shard as the gradient after the hook, or else copies or adds it up.
-    is_read = shard.dtype != flat_param.dtype or has_saved_gradient(flat_param)
-    handle.send(bucket, [shard], at_once=is_read)
+    # After the hook FSDP keeps the shard as the gradient, except where it copies it or adds it to another.
+    handle.send(bucket, [shard], at_once=shard.dtype != flat_param.dtype or has_saved_gradient(flat_param))
 
 
 def _check_unit(name: str, unit: FullyShardedDataParallel, world: World) -> None:
@@ -262,8 +257,12 @@ def _check_unit(name: str, unit: FullyShardedDataParallel, world: World) -> None
             f"{name} is sharded over ranks {ranks}, but this node holds {node}. Pass FullyShardedDataParallel the "
             f"process_group of this node's ranks."
         )
-    if unit.mixed_precision.reduce_dtype == torch.float16:
+    _check_reduce_dtype(unit.mixed_precision.reduce_dtype)
+
+
+def _check_reduce_dtype(dtype: torch.dtype | None) -> None:
+    if dtype == torch.float16:
         raise InvalidArgumentError(
-            f"{name} reduces gradients as float16, in which their sum overflows before it is exchanged. Use "
-            f"MixedPrecision(reduce_dtype=torch.float32)."
+            "gradients are reduced as float16, in which their sum overflows before it is divided and exchanged: use "
+            "MixedPrecisionPolicy, or FSDP1's MixedPrecision, with reduce_dtype=torch.float32."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,9 +20,8 @@ from flexcomm import (
     choose_algorithms,
     default_world,
 )
-from flexdemo.checkpoint import NodeAxis, OtherNodes
+from flexdemo.checkpoint import NodeAxis, OtherNodes, StateEntry, find_entries, load_residuals
 from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings, spec_of
-from flexdemo.node_state import StateEntry, States, find_entries, load_states
 
 
 class HookHandle:
@@ -33,13 +32,7 @@ class HookHandle:
     """
 
     def __init__(
-        self,
-        compressor: Compressor,
-        world: World | None,
-        *,
-        decay: float,
-        average: Average,
-        nonfinite: NonFinitePolicy,
+        self, compressor: Compressor, world: World | None, *, decay: float, average: Average, nonfinite: NonFinitePolicy
     ) -> None:
         self.world = default_world() if world is None else world
         self.settings = CompressionSettings(compressor, decay=decay)
@@ -88,10 +81,6 @@ class HookHandle:
         chosen = choose_algorithms(specs, self.settings.compressor, self.world.inter.size)
         self._algorithms |= {dtype: one.algorithm for dtype, one in chosen.items()}
 
-    def has_planned(self, names: Iterable[str]) -> bool:
-        """Return whether the residuals of all these tensors are planned."""
-        return self._entries.keys() >= set(names)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals by parameter, with a node axis, and how many steps there were."""
         residuals = {name: entry.saved(self._axis) for name, entry in self._entries.items()}
@@ -106,10 +95,10 @@ class HookHandle:
                 f"into the same model, attached with the same compressor."
             )
         self._axis.check_owner(state_dict["owner"])
-        states: States = {}
-        for name, entry in self._entries.items():
-            entry.take(saved[name], self._axis, f"residual of {name}", other_nodes, states)
-        load_states(states)
+        load_residuals(
+            (entry, entry.taken(saved[name], self._axis, f"residual of {name}", other_nodes))
+            for name, entry in self._entries.items()
+        )
         self.step = int(state_dict["step"])
 
 

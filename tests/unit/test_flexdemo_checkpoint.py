@@ -9,7 +9,7 @@ from torch import Tensor
 import flexcomm
 from flexcomm import InvalidArgumentError, TensorSpec
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexdemo.node_state import UnshardedTensor
+from flexdemo.checkpoint import UnshardedTensor
 
 SHAPES = {"matrix": (100, 70), "flat": (1000,), "few rows": (3, 70), "stack": (5, 20, 20)}
 # Transformed there and back twice, each time some ten roundings of 2**-24 of the largest, which is below 5.
