@@ -146,7 +146,6 @@ def _batches(rows: list[_Row], most: int) -> Iterator[list[_Row]]:
 
 
 def _advance(batch: list[_Row], count: int, group: Group) -> None:
-    """Take step number ``count`` of these parameters."""
     params, gradients, means, squares, accumulated = zip(*batch, strict=True)
     (beta1, beta2), window, weight_decay = group["betas"], group["window"], group["weight_decay"]
     if weight_decay and group["decoupled"]:
@@ -155,7 +154,6 @@ def _advance(batch: list[_Row], count: int, group: Group) -> None:
         gradients = torch._foreach_add(gradients, params, alpha=weight_decay)
 
     def fold(gradients: tuple[Tensor, ...]) -> None:
-        """Let the moments advance by gradients."""
         torch._foreach_lerp_(means, gradients, 1.0 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - beta2)

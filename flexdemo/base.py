@@ -272,7 +272,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         return {**stacked_state(axis, state, length), **saved}
 
     def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
-        """Go on from a state, bit for bit; if this raises, nothing has changed.
+        """Go on from a state, bit for bit. A state that is refused changes nothing.
 
         Args:
             state_dict: as :meth:`state_dict` returned it.

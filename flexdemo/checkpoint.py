@@ -48,7 +48,7 @@ from flexcomm import (
     shard_tensor,
 )
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexdemo.gradients import Bucket, BucketExchange, spec_of
+from flexdemo.gradients import Bucket, BucketExchange
 from flexdemo.parameters import Group, local, wrapped_like
 from flexdemo.torch_private import mesh_without_groups
 
@@ -299,7 +299,6 @@ def required(saved: dict[str, Any], key: str) -> Tensor:
 
 
 def check_sizes(saved: list[dict[str, Any]], groups: list[Group]) -> None:
-    """Raise unless the saved state has as many groups, of as many parameters."""
     sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes[0] != sizes[1]:
         raise InvalidArgumentError(
@@ -330,7 +329,6 @@ class StateEntry(NamedTuple):
         return axis.stacked(torch.zeros(self.shape, device=self.device), self.length)
 
     def taken(self, saved: Tensor, axis: NodeAxis, name: str, other_nodes: OtherNodes) -> Tensor:
-        """Return this rank's part of a saved residual."""
         reshard = None if self.unsharded is None else self.unsharded.reshard
         return axis.taken(saved, self.shape, name, other_nodes, reshard)
 
@@ -402,8 +400,9 @@ class UnshardedTensor(NamedTuple):
         """Return what each rank holds of ``whole``, as a view, and its plan; None if it holds nothing."""
         if self.dim is None:
             cut = shard_tensor(self.spec, plan_tensor(self.spec, self.compressor), ranks)
-            return [one and (whole.view(-1)[one.first : one.last], one.plan) for one in cut]
+            return [None if one is None else (whole.view(-1)[one.first : one.last], one.plan) for one in cut]
         # As FSDP cuts it: all of one size, the last ones what is left.
         size = -(-self.spec.shape[self.dim] // ranks)
         views = whole.tensor_split([rank * size for rank in range(1, ranks)], self.dim)
-        return [(view, plan_tensor(spec_of(view, self.spec.name), self.compressor)) for view in views]
+        specs = [self.spec._replace(shape=tuple(view.shape)) for view in views]
+        return [(view, plan_tensor(spec, self.compressor)) for view, spec in zip(views, specs, strict=True)]

@@ -32,7 +32,6 @@ def one_of(choices: tuple[str, ...]) -> Rule:
 
 
 def check_settings(settings: Group, rules: dict[str, Rule]) -> None:
-    """Raise unless all settings that a rule is for are as it says."""
     wrong = [
         f"{name} is {settings[name]!r}, but must be {needed}"
         for name, (allows, needed) in rules.items()
@@ -89,18 +88,21 @@ def check_parameter(param: Tensor, name: str, topology: Topology) -> None:
         raise InvalidArgumentError(
             f"{name} is {param.dtype}, but only {', '.join(map(str, _DTYPES))} can be exchanged: leave it out."
         )
-    if not isinstance(param, DTensor):
-        return
+    if isinstance(param, DTensor):
+        check_sharded_ranks(param.device_mesh.mesh.flatten().tolist(), name, topology)
+        if any(placement.is_partial() for placement in param.placements):
+            raise InvalidArgumentError(f"{name} holds partial sums ({param.placements}): redistribute it first.")
+
+
+def check_sharded_ranks(ranks: list[int], name: str, topology: Topology) -> None:
     node = topology.members[topology.node]
-    ranks = sorted(param.device_mesh.mesh.flatten().tolist())
-    if ranks != sorted(node):
+    if sorted(ranks) != sorted(node):
         raise TopologyError(
-            f"{name} is spread over ranks {ranks}, but this node has {list(node)}: its gradients would be averaged "
-            f"between nodes by torch, or not by all ranks of the node. Shard over the whole node and no more: "
-            f"fully_shard(model, mesh=mesh['shard']) with the one axis of a mesh whose ranks share a node."
+            f"{name} is spread over ranks {sorted(ranks)}, but this node has {list(node)}: its gradients would be "
+            f"averaged between nodes by torch, or not by all ranks of the node. Shard over the whole node and no more: "
+            f"fully_shard(model, mesh=mesh['shard']) with the one axis of a mesh whose ranks share a node, or FSDP1 "
+            f"with the process_group of the node's ranks."
         )
-    if any(placement.is_partial() for placement in param.placements):
-        raise InvalidArgumentError(f"{name} holds partial sums ({param.placements}): redistribute it first.")
 
 
 def broadcast_parameters_(tensors: Iterable[Tensor], world: World, *, are_shards: bool | None = None) -> None:

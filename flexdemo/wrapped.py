@@ -212,7 +212,6 @@ class Inner:
             raise InvalidArgumentError("LBFGS calls a closure several times a step, and cannot be exchanged.")
 
     def take_over_state(self, owner: Optimizer) -> None:
-        """Give the owner the state of steps that the optimizers took before."""
         for optimizer in self._optimizers:
             owner.state.update(optimizer.state)
 

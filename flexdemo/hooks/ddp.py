@@ -59,10 +59,16 @@ class CompressionState(HookHandle):
 
     def send(self, grad_bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start the exchange of one of DDP's buckets; with the last of a backward pass, all of them are finished."""
-        bucket = self._bucket_of(grad_bucket)
+        params = cast("list[Parameter]", grad_bucket.parameters())  # torch says tensors; they are what DDP was given
+        # By the names of its parameters: torch fills buckets anew after the first step.
+        names = tuple(self._names.setdefault(param, str(len(self._names))) for param in params)
+        if names not in self._buckets:
+            self._buckets[names] = Bucket(0, False, tuple(params), names)
+            if not self._entries.keys() >= set(names):
+                self.plan([(self._buckets[names], grad_bucket.gradients())])
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._futures[bucket] = grad_bucket, future
-        self.start(bucket, grad_bucket.gradients())
+        self._futures[self._buckets[names]] = grad_bucket, future
+        self.start(self._buckets[names], grad_bucket.gradients())
         if grad_bucket.is_last():
             futures, self._futures = self._futures, {}
             self.finish()
@@ -70,16 +76,6 @@ class CompressionState(HookHandle):
                 its_future.set_result(sent.buffer())
             self.step += 1
         return future
-
-    def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
-        """Return a bucket with the names of its parameters: torch fills buckets anew after the first step."""
-        params = cast("list[Parameter]", grad_bucket.parameters())  # torch says tensors; they are what DDP was given
-        names = tuple(self._names.setdefault(param, str(len(self._names))) for param in params)
-        if names not in self._buckets:
-            self._buckets[names] = Bucket(0, False, tuple(params), names)
-            if not self._entries.keys() >= set(names):
-                self.plan([(self._buckets[names], grad_bucket.gradients())])
-        return self._buckets[names]
 
 
 def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -14,19 +14,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.nn import Module, Parameter
 
-from flexcomm import (
-    Average,
-    Compressor,
-    FlexcommError,
-    InvalidArgumentError,
-    NonFinitePolicy,
-    TopologyError,
-    TransportError,
-    World,
-)
+from flexcomm import Average, Compressor, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World
 from flexdemo.gradients import Bucket
 from flexdemo.hooks.handle import HookHandle, zero_
-from flexdemo.parameters import broadcast_parameters_, check_parameter, local
+from flexdemo.parameters import broadcast_parameters_, check_parameter, check_sharded_ranks, local
 from flexdemo.torch_private import (
     ParamGroup,
     flat_params_of,
@@ -250,13 +241,7 @@ def _check_unit(name: str, unit: FullyShardedDataParallel, world: World) -> None
             f"{name} is wrapped with {unit.sharding_strategy}: torch takes hooks for FULL_SHARD and SHARD_GRAD_OP over "
             f"the ranks of one node. For whole replicas use DistributedDataParallel and attach_to_ddp."
         )
-    node = list(world.topology.members[world.topology.node])
-    ranks = sorted(dist.get_process_group_ranks(unit.process_group))
-    if ranks != sorted(node):
-        raise TopologyError(
-            f"{name} is sharded over ranks {ranks}, but this node holds {node}. Pass FullyShardedDataParallel the "
-            f"process_group of this node's ranks."
-        )
+    check_sharded_ranks(dist.get_process_group_ranks(unit.process_group), name, world.topology)
     _check_reduce_dtype(unit.mixed_precision.reduce_dtype)
 
 
