@@ -1,7 +1,7 @@
 """Optimizers and hooks that train over slow links, built on flexcomm."""
 
 from flexdemo.accumulated import AccumAdam
-from flexdemo.checkpoint.files import load_checkpoint, save_checkpoint
+from flexdemo.checkpoint import load_checkpoint, save_checkpoint
 from flexdemo.decentralized import ConsensusControl, DecentralizedAdam, DecentralizedOptimizer
 from flexdemo.flexdemo import FlexDeMo
 from flexdemo.hooks import CompressionState, HookHandle, attach_to_ddp, attach_to_fsdp, compression_hook

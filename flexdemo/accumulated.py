@@ -5,24 +5,31 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from flexcomm import InvalidArgumentError
-from flexdemo.parameters import Group, gradient_of, local
+from flexdemo.parameters import AT_LEAST_0, COUNT, Group, Rule, check_settings, gradient_of, local
 
-Tensors = tuple[Tensor, ...]
 _Row = tuple[Tensor, ...]
+"""What this rank holds of a parameter, its gradient, its two moments, and the accumulated part of its mean gradient."""
 
 _CPU_BATCH_NUMEL = 1 << 15
 """Elements a thread works on at once, so that all that is read and written of them stays in its cache: a step of 23 M
 parameters took 0.6 of the time (one thread of a Xeon). Of fewer, torch does not give a part to another thread."""
 _BATCH_NUMEL = 1 << 24
 """Elsewhere: temporaries take two or three numbers for each, and not for each of the model."""
+
+
+_RULES: dict[str, Rule] = {
+    "lr": AT_LEAST_0,
+    "betas": (lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two from 0 to below 1"),
+    "eps": AT_LEAST_0,
+    "weight_decay": AT_LEAST_0,
+    "window": COUNT,
+}
 
 
 class AccumAdam(Optimizer):
@@ -75,11 +82,11 @@ class AccumAdam(Optimizer):
             "window": window,
             "decoupled": decoupled,
         }
-        _check_settings(defaults)
+        check_settings(defaults, _RULES)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        _check_settings(self.defaults | param_group)
+        check_settings(param_group, _RULES)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -92,24 +99,22 @@ class AccumAdam(Optimizer):
         for group in self.param_groups:
             # A checkpoint of torch's own Adam knows of no window.
             settings = self.defaults | group | {"lr": float(group["lr"])}
-            for (device, _, count), params in self._alike(group["params"]).items():
+            # Together by device, dtype and the number of steps behind them.
+            alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
+            for param in group["params"]:
+                if param.grad is not None:
+                    count = int(self.state[param]["step"]) if self.state[param] else 0
+                    alike[param.device, param.dtype, count].append(param)
+            for (device, _, count), params in alike.items():
                 rows = [self._open(param, settings["window"]) for param in params]
                 torch._foreach_add_([self.state[param]["step"] for param in params], 1)
-                for batch in _cut(rows, _batch_numel(device)):
+                most = _CPU_BATCH_NUMEL * torch.get_num_threads() if device.type == "cpu" else _BATCH_NUMEL
+                for batch in _batches(rows, most):
                     _advance(batch, count + 1, settings)
         return loss
 
-    def _alike(self, params: list[Tensor]) -> dict[tuple[torch.device, torch.dtype, int], list[Tensor]]:
-        """Return the parameters that have a gradient, by device, dtype and the number of steps behind them."""
-        alike = defaultdict(list)
-        for param in params:
-            if param.grad is not None:
-                count = int(self.state[param]["step"]) if self.state[param] else 0
-                alike[param.device, param.dtype, count].append(param)
-        return alike
-
     def _open(self, param: Tensor, window: int) -> _Row:
-        """Return what this rank holds of a parameter and its state, which begins with zeros."""
+        """Return the row of a parameter, whose state begins with zeros."""
         state = self.state[param]
         if not state:
             # A float32 on the CPU, as torch has it.
@@ -122,96 +127,51 @@ class AccumAdam(Optimizer):
         return (local(param), gradient_of(param), *(local(one) for one in kept))
 
 
-class _Batch(NamedTuple):
-    """Parameters that move together, as tensors of this rank."""
-
-    params: Tensors
-    gradients: Tensors
-    means: Tensors
-    squares: Tensors
-    accumulated: Tensors
-
-
-def _advance(batch: _Batch, count: int, group: Group) -> None:
-    """Take step number ``count`` of these parameters."""
-    batch = _decayed(batch, group)
-    if group["window"] == 1:
-        _fold(batch, batch.gradients, group)
-        _move(batch, batch.means, torch._foreach_sqrt(batch.squares), count, group)
-        return
-    torch._foreach_add_(batch.accumulated, batch.gradients, alpha=1.0 / group["window"])
-    beta1, beta2 = group["betas"]
-    roots = torch._foreach_mul(batch.squares, beta2)
-    torch._foreach_addcmul_(roots, batch.gradients, batch.gradients, value=1.0 - beta2)
-    torch._foreach_sqrt_(roots)
-    _move(batch, torch._foreach_lerp(batch.means, batch.gradients, 1.0 - beta1), roots, count, group)
-    if count % group["window"] == 0:
-        _fold(batch, batch.accumulated, group)
-        torch._foreach_zero_(batch.accumulated)
-
-
-def _decayed(batch: _Batch, group: Group) -> _Batch:
-    """Return the batch with weights decayed or, if that is not decoupled, with gradients that decay them."""
-    if not group["weight_decay"]:
-        return batch
-    if group["decoupled"]:
-        torch._foreach_mul_(batch.params, 1.0 - group["lr"] * group["weight_decay"])
-        return batch
-    return batch._replace(gradients=torch._foreach_add(batch.gradients, batch.params, alpha=group["weight_decay"]))
-
-
-def _fold(batch: _Batch, gradients: Tensors, group: Group) -> None:
-    """Let the moments advance by gradients."""
-    beta1, beta2 = group["betas"]
-    torch._foreach_lerp_(batch.means, gradients, 1.0 - beta1)
-    torch._foreach_mul_(batch.squares, beta2)
-    torch._foreach_addcmul_(batch.squares, gradients, gradients, value=1.0 - beta2)
-
-
-def _move(batch: _Batch, means: Tensors, roots: Tensors, count: int, group: Group) -> None:
-    """Move parameters by mean and root of the mean square, which is overwritten; both began with zeros."""
-    windows = -(-count // group["window"])
-    beta1, beta2 = group["betas"]
-    torch._foreach_div_(roots, math.sqrt(1.0 - beta2**windows))
-    torch._foreach_add_(roots, group["eps"])
-    torch._foreach_addcdiv_(batch.params, means, roots, value=-group["lr"] / (1.0 - beta1**windows))
-
-
-def _batch_numel(device: torch.device) -> int:
-    return _CPU_BATCH_NUMEL * torch.get_num_threads() if device.type == "cpu" else _BATCH_NUMEL
-
-
-def _cut(rows: list[_Row], most: int) -> Iterator[_Batch]:
+def _batches(rows: list[_Row], most: int) -> Iterator[list[_Row]]:
     """Give rows in batches of about ``most`` elements; long ones in pieces, if their memory allows it."""
     batch: list[_Row] = []
     numel = 0
-    for one_slice in (one_slice for row in rows for one_slice in _slices(row, most)):
-        if batch and numel + one_slice[0].numel() > most:
-            yield _Batch(*zip(*batch, strict=True))
-            batch, numel = [], 0
-        batch.append(one_slice)
-        numel += one_slice[0].numel()
+    for row in rows:
+        slices: Iterable[_Row] = [row]
+        if row[0].numel() > most and all(one.is_contiguous() for one in row):
+            slices = zip(*(torch.split(one.view(-1), most) for one in row), strict=True)
+        for one_slice in slices:
+            if batch and numel + one_slice[0].numel() > most:
+                yield batch
+                batch, numel = [], 0
+            batch.append(one_slice)
+            numel += one_slice[0].numel()
     if batch:
-        yield _Batch(*zip(*batch, strict=True))
+        yield batch
 
 
-def _slices(row: _Row, most: int) -> Iterable[_Row]:
-    if row[0].numel() <= most or not all(one.is_contiguous() for one in row):
-        return [row]
-    return zip(*(torch.split(one.view(-1), most) for one in row), strict=True)
+def _advance(batch: list[_Row], count: int, group: Group) -> None:
+    params, gradients, means, squares, accumulated = zip(*batch, strict=True)
+    (beta1, beta2), window, weight_decay = group["betas"], group["window"], group["weight_decay"]
+    if weight_decay and group["decoupled"]:
+        torch._foreach_mul_(params, 1.0 - group["lr"] * weight_decay)
+    elif weight_decay:
+        gradients = torch._foreach_add(gradients, params, alpha=weight_decay)
 
+    def fold(gradients: tuple[Tensor, ...]) -> None:
+        torch._foreach_lerp_(means, gradients, 1.0 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - beta2)
 
-def _check_settings(group: Group) -> None:
-    """Raise unless the settings of a group make sense."""
-    rules = {
-        "lr": (float(group["lr"]) >= 0, "at least 0"),
-        "betas": (all(0 <= beta < 1 for beta in group["betas"]) and len(group["betas"]) == 2, "two from 0 to below 1"),
-        "eps": (group["eps"] >= 0, "at least 0"),
-        "weight_decay": (group["weight_decay"] >= 0, "at least 0"),
-        "window": (isinstance(group["window"], int) and group["window"] >= 1, "a whole number, at least 1"),
-    }
-    wrong = [
-        f"{name} is {group[name]!r}, but must be {needed}" for name, (allowed, needed) in rules.items() if not allowed
-    ]
-    if wrong:
-        raise InvalidArgumentError(f"{'; '.join(wrong)}.")
+    if window == 1:
+        fold(gradients)
+        moved, roots = means, torch._foreach_sqrt(squares)
+    else:
+        # The moments as they would be with this gradient; what is kept of them stays.
+        torch._foreach_add_(accumulated, gradients, alpha=1.0 / window)
+        moved, roots = torch._foreach_lerp(means, gradients, 1.0 - beta1), torch._foreach_mul(squares, beta2)
+        torch._foreach_addcmul_(roots, gradients, gradients, value=1.0 - beta2)
+        torch._foreach_sqrt_(roots)
+    # Both moments began with zeros, which is corrected for.
+    windows = -(-count // window)
+    torch._foreach_div_(roots, math.sqrt(1.0 - beta2**windows))
+    torch._foreach_add_(roots, group["eps"])
+    torch._foreach_addcdiv_(params, moved, roots, value=-group["lr"] / (1.0 - beta1**windows))
+    if window > 1 and count % window == 0:
+        fold(accumulated)
+        torch._foreach_zero_(accumulated)

@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from flexcomm import Average, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World, default_world
-from flexdemo.checkpoint.node_axis import FromOtherNodes, OtherNodes
-from flexdemo.checkpoint.node_state import NodeState
-from flexdemo.gradients import BucketResult, CompressionSettings, GradientExchange
+from flexdemo.checkpoint import (
+    FromOtherNodes,
+    NodeAxis,
+    OtherNodes,
+    StateEntry,
+    check_sizes,
+    find_entries,
+    load_residuals,
+    longest_on_node,
+    required,
+    stacked_state,
+    take_state_,
+)
+from flexdemo.gradients import (
+    Averages,
+    Bucket,
+    BucketExchange,
+    CompressionSettings,
+    ReadyBuckets,
+    bucket_parameters,
+    check_same_buckets,
+)
 from flexdemo.local_steps import LocalSteps, OuterOptimizer
-from flexdemo.parameters import Group, broadcast_parameters_, check_parameter, names_of
-
-Rule = tuple[Callable[[Any], bool], str]
+from flexdemo.parameters import (
+    COUNT,
+    Group,
+    Rule,
+    broadcast_parameters_,
+    check_parameter,
+    check_settings,
+    gradient_of,
+    local,
+    names_of,
+    one_of,
+    wrapped_like,
+)
 
 SyncTarget = Literal["gradients", "steps"]
 """Nodes exchange gradients, and all take the same step; or each takes a step of its own, and they exchange those."""
 
-AT_LEAST_0: Rule = (lambda value: value >= 0, "at least 0")
-FROM_0_TO_1: Rule = (lambda value: 0 <= value <= 1, "from 0 to 1")
-ABOVE_0_TO_1: Rule = (lambda value: 0 < value <= 1, "above 0, at most 1")
+MOMENTUM, UNSENT, OWNER = "momentum", "unsent", "owner"
+"""The keys of the residuals of gradients, of the residuals of local steps, and of the rank that saved them."""
+ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
+"""The keys of the parameters and the velocity after the last outer step, and of this node's parameters now."""
+
+_IS_COMPRESSOR: Rule = (lambda value: hasattr(value, "plan"), "one, such as flexcomm.demo()")
 
 
 class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
@@ -42,8 +77,10 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
     _rules: ClassVar[dict[str, Rule]]
     """The allowed values of a parameter group's settings: a test of each, and its words for the error."""
 
-    _has_local_residuals = True
-    """Whether a node that takes local steps keeps what it does not apply."""
+    _local_settings: ClassVar[CompressionSettings | None] = None
+    """The settings of steps that a node takes alone, without residuals; None: those between nodes, with residuals."""
+
+    _is_ready = False
 
     def __init__(
         self,
@@ -59,25 +96,26 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         outer: OuterOptimizer | None,
         overlap: bool,
     ) -> None:
-        _check_arguments(sync_every, sync, outer)
+        arguments = {"sync_every": sync_every, "sync": sync}
+        check_settings(arguments, {"sync_every": COUNT, "sync": one_of(get_args(SyncTarget))})
+        is_local = sync_every > 1 or sync == "steps"
+        if outer is not None and not is_local:
+            raise InvalidArgumentError("outer moves nodes that took local steps: pass sync_every= above 1, too.")
         self._world = default_world() if world is None else world
-        self._is_ready = False
+        self._sync_every, self._bucket_bytes, self._overlap = sync_every, bucket_bytes, overlap
         super().__init__(params, {**defaults, "step": 0})
-        local = sync_every > 1 or sync == "steps"
-        self._gradients = GradientExchange(
-            self.param_groups,
-            self._world.node_only() if local else self._world,
-            self._local_settings if local else self._sync_settings,
+        self._gradients = BucketExchange(
+            self._world.node_only() if is_local else self._world,
             average=average,
             nonfinite=nonfinite,
-            bucket_bytes=bucket_bytes,
-            has_residuals=not local or self._has_local_residuals,
-            overlap=overlap,
+            has_residuals=not is_local or self._local_settings is None,
+            in_background=overlap,
         )
-        self._local_steps = (
-            LocalSteps(self.param_groups, self._world, sync_every, outer, nonfinite, bucket_bytes) if local else None
-        )
-        self._node_state = NodeState(self._world, self._gradients, self._local_steps)
+        self._local_steps = LocalSteps(self._world, outer, nonfinite) if is_local else None
+        self._ready = ReadyBuckets(self._start_bucket)
+        self._axis = NodeAxis(self._world)
+        self._entries: dict[Parameter, dict[str, StateEntry]] = {}
+        self._lengths: dict[Parameter, int] = {}
         self._is_ready = True
         self._refresh()
 
@@ -85,12 +123,8 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
     def _sync_settings(self, group: Group) -> CompressionSettings:
         """Return the compressor of a group's gradients, and the decay, gain and alpha of its momentum."""
 
-    def _local_settings(self, group: Group) -> CompressionSettings:
-        """Return the same for the steps that a node takes alone, with ``sync_every`` above 1 or ``sync="steps"``."""
-        return self._sync_settings(group)
-
     @abstractmethod
-    def _apply(self, results: list[BucketResult]) -> None:
+    def _apply(self, averages: Averages) -> None:
         """Change the parameters by averages that are equal on all nodes."""
 
     @torch.no_grad()
@@ -103,14 +137,13 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._gradients.refresh():
+        trainable = self._find_trainable()
+        if len(trainable) != len(self._trainable) or not all(map(operator.is_, trainable, self._trainable)):
             self._refresh()
         try:
-            # torch's GradScaler sets both for the time of the step.
-            scale, skips = getattr(self, "grad_scale", None), hasattr(self, "found_inf")
-            results = self._gradients.exchange(scale, "skip" if skips else None)
-            if results is not None:
-                self._apply(results)
+            averages = self._exchange()
+            if averages is not None:
+                self._apply(averages)
         except FlexcommError as error:
             # With local steps the other nodes did not fail, and wait for this one in the outer step.
             if self._local_steps is not None and not isinstance(error, TransportError):
@@ -119,21 +152,55 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         self._finish_step()
         return loss
 
+    def _exchange(self) -> Averages | None:
+        """Return the averages of what all nodes sent of their gradients; None if all ranks skip the step."""
+        # torch's GradScaler sets both for the time of the step.
+        scale, skips = getattr(self, "grad_scale", None), hasattr(self, "found_inf")
+        try:
+            self._ready.check_unchanged()
+            if scale is not None and self._overlap:
+                raise InvalidArgumentError(
+                    "GradScaler unscales gradients after the backward pass, but overlap=True sends them before: use "
+                    "overlap=False, or bfloat16, which needs no scaler."
+                )
+            self._ready.launch_rest(scale, "skip" if skips else None)
+        except BaseException:
+            self._gradients.cancel()
+            raise
+        finally:
+            self._ready.reset()
+        return self._gradients.finish()
+
+    def _start_bucket(
+        self, bucket: Bucket, scale: Tensor | None = None, nonfinite: NonFinitePolicy | None = None
+    ) -> None:
+        group, settings = self.param_groups[bucket.group], self._local_settings
+        if self._local_steps is None or settings is None:
+            settings = self._sync_settings(group)
+        gradients = [gradient_of(param) for param in bucket.params]
+        if scale is not None:
+            gradients = list(torch._foreach_div(gradients, scale))
+        self._gradients.start(bucket, gradients, settings, group["step"], nonfinite=nonfinite)
+
     def _finish_step(self) -> None:
         for group in self.param_groups:
             group["step"] += 1
-        if self._local_steps is not None:
-            self._local_steps.outer_step_if_due(self.param_groups[0]["step"])
+        outer_steps, local_steps = divmod(self.param_groups[0]["step"], self._sync_every)
+        if self._local_steps is not None and local_steps == 0:
+            self._local_steps.outer_step(self.param_groups, outer_steps)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for backward passes that only accumulate: with ``overlap``, nothing leaves during them."""
-        return self._gradients.no_sync()
+        return self._ready.paused()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and cancel the exchange of those that were sent without a step."""
-        if self._is_ready:
-            self._gradients.cancel()
+        self._cancel()
         super().zero_grad(set_to_none)
+
+    def _cancel(self) -> None:
+        self._gradients.cancel()
+        self._ready.reset()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, on all ranks alike; they become those of node 0."""
@@ -141,7 +208,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             param_group.setdefault("step", self.param_groups[0]["step"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        self._check_group(group)
+        check_settings(group, self._rules | {"compressor": _IS_COMPRESSOR})
         for param, name in zip(group["params"], names_of(self.param_groups)[-1], strict=True):
             check_parameter(param, name, self._world.topology)
             # Present before the first step: torch's checkpoints take that for granted.
@@ -150,23 +217,62 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         if self._is_ready:
             self._refresh()
 
-    def _check_group(self, group: Group) -> None:
-        wrong = [
-            f"{name} is {group[name]!r}, but must be {needed}"
-            for name, (allows, needed) in self._rules.items()
-            if name in group and not allows(group[name])
-        ]
-        if not hasattr(group["compressor"], "plan"):
-            wrong.append(f"compressor is {group['compressor']!r}, but must be one, such as flexcomm.demo()")
-        if wrong:
-            raise InvalidArgumentError(f"{'; '.join(wrong)}.")
+    def _find_trainable(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+
+    def _refresh(self) -> None:
+        """Plan buckets and saved state for the parameters that want gradients now. All ranks call it together."""
+        # What is on its way belongs to the buckets before.
+        self._cancel()
+        self._trainable = self._find_trainable()
+        buckets = bucket_parameters(self.param_groups, self._bucket_bytes, lambda param: param.requires_grad)
+        self._gradients.set_buckets(buckets)
+        self._ready.watch(buckets, early=self._overlap)
+        if self._local_steps is not None:
+            self._local_steps.refresh(self.param_groups, self._bucket_bytes)
+        self._find_state()
+
+    def _find_state(self) -> None:
+        """Find the residuals of all parameters. The ranks of a node exchange their lengths."""
+        check_same_buckets(self._gradients.buckets, self._world)
+        exchanges = {MOMENTUM: self._gradients}
+        if self._local_steps is not None:
+            exchanges[UNSENT] = self._local_steps.exchange
+        for key, exchange in exchanges.items():
+            for bucket in exchange.buckets:
+                here = [local(param) for param in bucket.params]
+                self._lengths |= zip(bucket.params, longest_on_node(map(Tensor.numel, here), self._world), strict=True)
+                entries = find_entries(bucket, exchange, here, self.param_groups[bucket.group]["compressor"])
+                for param, entry in zip(bucket.params, entries, strict=False):
+                    self._entries.setdefault(param, {})[key] = entry
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own format, with a node axis where nodes differ; see docs/training.md."""
-        return self._node_state.added_to(super().state_dict(), self.param_groups)
+        state_dict = super().state_dict()
+        for packed, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            # Its repr, not the object: loading must not be able to run code.
+            packed["compressor"] = repr(group["compressor"])
+            for number, param in zip(packed["params"], group["params"], strict=True):
+                state_dict["state"][number] = self._saved(param, state_dict["state"].get(number, {}))
+        return state_dict
+
+    def _saved(self, param: Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        here, axis = local(param), self._axis
+        entries = self._entries.get(param, {})
+        saved = {key: entry.saved(axis) for key, entry in entries.items()}
+        if entries:
+            saved[OWNER] = axis.owner()
+        if self._local_steps is None or param not in self._local_steps.anchors:
+            return {**state, **saved}
+        length = self._lengths[param]
+        saved[HERE] = axis.stacked(here, length)
+        saved[ANCHOR] = wrapped_like(self._local_steps.anchors[param], param)
+        if param in self._local_steps.velocities:
+            saved[VELOCITY] = wrapped_like(self._local_steps.velocities[param], param)
+        return {**stacked_state(axis, state, length), **saved}
 
     def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
-        """Go on from a state, bit for bit.
+        """Go on from a state, bit for bit. A state that is refused changes nothing.
 
         Args:
             state_dict: as :meth:`state_dict` returned it.
@@ -174,27 +280,56 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
                 nodes, or ``"reset"`` to zero.
 
         """
-        self._gradients.cancel()
         self._refresh()
-        rest = self._node_state.taken_from(state_dict, self.param_groups, other_nodes or self._other_nodes)
-        groups = self.param_groups
+        check_sizes(state_dict["param_groups"], self.param_groups)
+        if not any(OWNER in kept for kept in state_dict["state"].values()) and self._entries:
+            raise InvalidArgumentError(
+                "the state to be loaded holds no residuals at all: it was saved by another optimizer."
+            )
+        policy = other_nodes or self._other_nodes
+        rest: dict[str, Any] = {"state": {}, "param_groups": []}
+        residuals: list[tuple[StateEntry, Tensor]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        for index, (group, packed) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=True)):
+            if packed.get("compressor") != repr(group["compressor"]):
+                raise InvalidArgumentError(
+                    f"group {index} was saved with compressor {packed.get('compressor')}, but has "
+                    f"{group['compressor']!r}, which may see momenta differently. Load with the same, then set "
+                    f"group['compressor']."
+                )
+            rest["param_groups"].append({**packed, "compressor": group["compressor"]})
+            for number, param in zip(packed["params"], group["params"], strict=True):
+                rest["state"][number] = saved = dict(state_dict["state"].get(number, {}))
+                # Empty if it was frozen when it was saved: it begins anew.
+                if saved:
+                    residuals += self._take_residuals(param, saved, policy)
+                    copies += self._take_local_steps(param, saved, policy)
+        load_residuals(residuals)
+        for target, value in copies:
+            target.copy_(value)
         super().load_state_dict(rest)
-        # torch makes a new list; the exchange looks at this one.
-        groups[:] = self.param_groups
-        self.param_groups = groups
 
-    def _refresh(self) -> None:
-        """Plan buckets and saved state anew where other parameters are trained than before."""
-        self._gradients.refresh()
-        if self._local_steps is not None:
-            self._local_steps.refresh()
-        self._node_state.measure()
+    def _take_residuals(
+        self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
+    ) -> list[tuple[StateEntry, Tensor]]:
+        entries, axis = self._entries.get(param, {}), self._axis
+        if entries:
+            axis.check_owner(required(saved, OWNER))
+        return [(one, one.taken(required(saved, key), axis, key, other_nodes)) for key, one in entries.items()]
 
-
-def _check_arguments(sync_every: object, sync: SyncTarget, outer: OuterOptimizer | None) -> None:
-    if not isinstance(sync_every, int) or sync_every < 1:
-        raise InvalidArgumentError(f"sync_every is {sync_every!r}, but must be a whole number, at least 1.")
-    if sync not in get_args(SyncTarget):
-        raise InvalidArgumentError(f"sync is {sync!r}, but must be one of {', '.join(get_args(SyncTarget))}.")
-    if outer is not None and sync_every == 1 and sync == "gradients":
-        raise InvalidArgumentError("outer moves nodes that took local steps: pass sync_every= above 1, too.")
+    def _take_local_steps(
+        self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return tensors of this rank, each with its saved value."""
+        axis, steps = self._axis, self._local_steps
+        if steps is None or param not in steps.anchors:
+            return []
+        here, anchor, saved_here = local(param), local(required(saved, ANCHOR)), required(saved, HERE)
+        # On "reset", new nodes start from the last outer step.
+        resets = other_nodes == "reset" and not axis.is_own(saved_here)
+        value = anchor if resets else axis.taken(saved_here, here.shape, HERE, other_nodes)
+        copies = [(here, value), (steps.anchors[param], anchor)]
+        if param in steps.velocities:
+            copies.append((steps.velocities[param], local(required(saved, VELOCITY))))
+        take_state_(axis, saved, param, other_nodes)
+        return copies

@@ -8,10 +8,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from flexcomm import BUCKET_BYTES, Average, Compressor, NonFinitePolicy, World, demo
-from flexdemo.base import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, NodeOptimizer
-from flexdemo.gradients import BucketResult, CompressionSettings
+from flexdemo.base import NodeOptimizer
+from flexdemo.gradients import Averages, CompressionSettings
 from flexdemo.local_steps import OuterOptimizer
-from flexdemo.parameters import Group, local
+from flexdemo.parameters import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, Group, local, one_of
 
 Update = Literal["sign", "plain"]
 
@@ -66,7 +66,7 @@ class FlexDeMo(NodeOptimizer):
         "decay": FROM_0_TO_1,
         "weight_decay": AT_LEAST_0,
         "alpha": ABOVE_0_TO_1,
-        "update": (get_args(Update).__contains__, f"one of {', '.join(get_args(Update))}"),
+        "update": one_of(get_args(Update)),
     }
 
     def __init__(
@@ -112,15 +112,15 @@ class FlexDeMo(NodeOptimizer):
     def _sync_settings(self, group: Group) -> CompressionSettings:
         return CompressionSettings(group["compressor"], group["decay"], float(group["lr"]), group["alpha"])
 
-    def _apply(self, results: list[BucketResult]) -> None:
-        for bucket, averages in results:
+    def _apply(self, averages: Averages) -> None:
+        for bucket, tensors in averages.items():
             group = self.param_groups[bucket.group]
             lr, params = float(group["lr"]), [local(param) for param in bucket.params]
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
             if group["update"] == "sign":
-                torch._foreach_sign_(averages)
-                torch._foreach_add_(params, averages, alpha=-lr)
+                torch._foreach_sign_(tensors)
+                torch._foreach_add_(params, tensors, alpha=-lr)
             else:
                 # The learning rate is in the momentum: once is enough.
-                torch._foreach_sub_(params, averages)
+                torch._foreach_sub_(params, tensors)

@@ -5,8 +5,8 @@ The path of a step, with ``overlap=True``:
 1. During backward, in autograd's thread, :class:`ReadyBuckets` counts gradients by a hook of each parameter. It starts
    a bucket when all of its gradients are there and all buckets before it are started, so that every rank starts
    collectives in one order. From then on flexcomm's comm threads encode and exchange it, where the world has them.
-2. In ``step``, in the caller's thread, :meth:`GradientExchange.exchange` starts the buckets that are left, in the same
-   order; parameters without a gradient send zeros.
+2. ``NodeOptimizer.step``, in the caller's thread, starts the buckets that are left, in the same order; parameters
+   without a gradient send zeros.
 3. :meth:`BucketExchange.finish` waits for all buckets. Each one that succeeds commits its momentum there. If one failed
    or is to be skipped, on any rank, all of them are rolled back to the momentum before the step.
 
@@ -16,12 +16,9 @@ Without overlap, step 1 is left out. Hooks and local steps use :class:`BucketExc
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -52,7 +49,7 @@ from flexcomm import (
     shards_held,
     start_planned,
 )
-from flexdemo.parameters import Group, gradient_of, is_sharded, local, names_of
+from flexdemo.parameters import Group, is_sharded, local, names_of
 from flexdemo.torch_private import version_of
 
 
@@ -79,11 +76,8 @@ class Bucket:
     names: tuple[str, ...]
 
 
-class BucketResult(NamedTuple):
-    """A bucket's averages, equal on all nodes; the next exchange overwrites them."""
-
-    bucket: Bucket
-    averages: list[Tensor]
+Averages = dict[Bucket, list[Tensor]]
+"""The averages of each bucket's tensors, equal on all nodes; the next exchange overwrites them."""
 
 
 def bucket_parameters(groups: list[Group], bucket_bytes: int, wanted: Callable[[Parameter], bool]) -> list[Bucket]:
@@ -94,20 +88,16 @@ def bucket_parameters(groups: list[Group], bucket_bytes: int, wanted: Callable[[
     """
     alike: dict[tuple[int, bool, torch.device], list[tuple[Parameter, str]]] = {}
     for number, (group, names) in reversed(list(enumerate(zip(groups, names_of(groups), strict=True)))):
+        told: bool | None = group.get("node_averaged")
         for param, name in zip(reversed(group["params"]), reversed(names), strict=True):
             if wanted(param):
-                alike.setdefault((number, _is_averaged(param, group), param.device), []).append((param, name))
-    buckets = []
-    for (number, averaged, _), named in alike.items():
-        for members in fill_buckets([spec_of(local(param), name) for param, name in named], bucket_bytes):
-            params, named_as = zip(*(named[member] for member in members), strict=True)
-            buckets.append(Bucket(number, averaged, params, named_as))
-    return buckets
-
-
-def _is_averaged(param: Parameter, group: Group) -> bool:
-    told: bool | None = group.get("node_averaged")
-    return is_sharded(param) if told is None else told
+                averaged = is_sharded(param) if told is None else told
+                alike.setdefault((number, averaged, param.device), []).append((param, name))
+    return [
+        Bucket(number, averaged, *zip(*(named[member] for member in members), strict=True))
+        for (number, averaged, _), named in alike.items()
+        for members in fill_buckets([spec_of(local(param), name) for param, name in named], bucket_bytes)
+    ]
 
 
 def spec_of(tensor: Tensor, name: str) -> TensorSpec:
@@ -138,7 +128,7 @@ class ReadyBuckets:
     waits for those before it, and :meth:`launch_rest` launches what backward did not.
     """
 
-    def __init__(self, launch: Callable[[Bucket], None]) -> None:
+    def __init__(self, launch: Callable[..., None]) -> None:
         self._launch = launch
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}
@@ -154,8 +144,15 @@ class ReadyBuckets:
         self._bucket_of = {param: number for number, bucket in enumerate(buckets) for param in bucket.params}
         # A flat parameter of FSDP1 holds the whole unit's gradient when its hooks run.
         watched = [param for param in self._bucket_of if early and not isinstance(param, FlatParameter)]
-        count = WeakMethod(self._count)
-        self._hooks = [param.register_post_accumulate_grad_hook(partial(_count_if_alive, count)) for param in watched]  # type: ignore[no-untyped-call]
+        # Weak: hooks of parameters must not keep a forgotten optimizer sending.
+        weak_count = WeakMethod(self._count)
+
+        def count_if_alive(param: Tensor) -> None:
+            count = weak_count()
+            if count is not None:
+                count(param)
+
+        self._hooks = [param.register_post_accumulate_grad_hook(count_if_alive) for param in watched]  # type: ignore[no-untyped-call]
         if self._buckets[: len(known)] == known:
             # Buckets were added, perhaps in the middle of an iteration: what was launched stays launched.
             self._missing += [len(bucket.params) for bucket in self._buckets[len(known) :]]
@@ -182,15 +179,11 @@ class ReadyBuckets:
         """Whether some buckets of this step are launched, and others may not be."""
         return self._launched > 0
 
-    def unlaunched(self) -> list[Bucket]:
-        """Return the buckets that are left to launch, in order, and count them as launched."""
+    def launch_rest(self, *arguments: object) -> None:
+        """Launch the buckets that are left, whether or not their gradients are there, with further arguments."""
         rest, self._launched = self._buckets[self._launched :], len(self._buckets)
-        return rest
-
-    def launch_rest(self) -> None:
-        """Launch the buckets that are left, whether or not their gradients are there."""
-        for bucket in self.unlaunched():
-            self._launch(bucket)
+        for bucket in rest:
+            self._launch(bucket, *arguments)
 
     def check_unchanged(self) -> None:
         """Raise if a gradient was changed after its bucket was launched."""
@@ -220,13 +213,6 @@ class ReadyBuckets:
             self._launch(self._buckets[self._launched - 1])
 
 
-def _count_if_alive(count: WeakMethod[Any], param: Tensor) -> None:
-    """Call ``count``, unless nothing but these hooks held its optimizer."""
-    alive = count()
-    if alive is not None:
-        alive(param)
-
-
 def _version_of(gradient: Tensor) -> tuple[int, int]:
     """Return where a gradient lies, and how often it was changed there."""
     return local(gradient).data_ptr(), version_of(local(gradient))
@@ -240,34 +226,26 @@ class BucketExchange:
     """
 
     def __init__(
-        self,
-        world: World,
-        *,
-        average: Average,
-        nonfinite: NonFinitePolicy,
-        has_residuals: bool,
-        in_background: bool,
+        self, world: World, *, average: Average, nonfinite: NonFinitePolicy, has_residuals: bool, in_background: bool
     ) -> None:
         self.world = world
         self.buckets: list[Bucket] = []
         self.residuals: dict[int, Residuals] = {}
-        self._average, self._nonfinite = average, nonfinite
-        self._has_residuals, self._in_background = has_residuals, in_background
+        self._nonfinite, self._has_residuals = nonfinite, has_residuals
+        self._average, self._in_background = average, in_background
         self._outputs: dict[Bucket, list[Tensor]] = {}
         self._plans: dict[tuple[Bucket, Compressor, AlgorithmOption, NonFinitePolicy], SyncPlan] = {}
         self._algorithms: dict[Hashable, AlgorithmOption] = {}
-        self._started: list[tuple[Bucket, SyncHandle[list[Tensor]]]] = []
+        self._started: list[_Started] = []
         self._failures: list[FlexcommError] = []
         self._has_shards = False
 
     def residuals_of(self, bucket: Bucket) -> Residuals | None:
         return self.residuals.setdefault(bucket.group, Residuals()) if self._has_residuals else None
 
-    def shards_of(
-        self, bucket: Bucket, tensors: list[Tensor], settings: CompressionSettings
-    ) -> list[TensorShard | None]:
+    def shards_of(self, bucket: Bucket, tensors: list[Tensor], compressor: Compressor) -> list[TensorShard | None]:
         """Return, for each tensor, the shard whose residual this rank keeps; None if it keeps none."""
-        return shards_held(self._plan_for(bucket, tensors, settings.compressor, "auto", self._nonfinite))
+        return shards_held(self._plan_for(bucket, tensors, compressor, "auto", self._nonfinite))
 
     def start(
         self,
@@ -304,24 +282,29 @@ class BucketExchange:
         else:
             self._started.append((bucket, handle))
 
-    def finish(self) -> list[BucketResult] | None:
+    def finish(self) -> Averages | None:
         """Wait for all buckets and return their averages; None if all ranks skip them.
 
         Momentum is committed for all buckets, or for none if this raises or returns None.
         """
         started, failures = self._started, self._failures
         self._started, self._failures = [], []
-        handles = [handle for _, handle in started]
         try:
             # Each wait commits a bucket's momentum, or leaves it as it was.
-            failures += [failure for handle in handles if (failure := _wait(handle)) is not None]
-            skipped = any(handle.record.skipped for handle in handles)
+            for _, handle in started:
+                try:
+                    handle.wait()
+                except TransportError:
+                    raise
+                except FlexcommError as failure:
+                    failures.append(failure)
+            skipped = any(handle.record.skipped for _, handle in started)
             failed_ranks, skipped = self._share_outcome(failed=bool(failures), skipped=skipped)
         except TransportError:
-            _roll_back(handles)
+            _roll_back(started)
             raise
         if failed_ranks or skipped:
-            _roll_back(handles)
+            _roll_back(started)
         if failures:
             raise failures[0]
         if failed_ranks:
@@ -329,16 +312,15 @@ class BucketExchange:
                 f"{failed_ranks} other ranks of this node could not exchange their shards, and nothing was changed; "
                 f"their own errors say why. Skip this step."
             )
-        return None if skipped else [BucketResult(bucket, handle.result) for bucket, handle in started]
+        return None if skipped else {bucket: handle.result for bucket, handle in started}
 
     def cancel(self) -> None:
         """Wait for what is under way, and roll it back."""
-        handles = [handle for _, handle in self._started]
-        self._started, self._failures = [], []
-        for handle in handles:
-            with suppress(TransportError):
-                _wait(handle)
-        _roll_back(handles)
+        started, self._started, self._failures = self._started, [], []
+        for _, handle in started:
+            with suppress(FlexcommError):
+                handle.wait()
+        _roll_back(started)
 
     def set_buckets(self, buckets: list[Bucket]) -> None:
         """Exchange these buckets from now on, and free the memory of those before."""
@@ -352,9 +334,9 @@ class BucketExchange:
 
         For all of them, because the size of buckets must not change what is sent.
         """
-        key = _alike(bucket, compressor)
+        key = compressor, *_alike(bucket)
         if key not in self._algorithms:
-            alike = [other for other in self.buckets if _alike(other, compressor) == key]
+            alike = [other for other in self.buckets if _alike(other) == _alike(bucket)]
             specs = [spec_of(local(x), name) for one in alike for x, name in zip(one.params, one.names, strict=True)]
             (chosen,) = choose_algorithms(specs, compressor, self.world.inter.size).values()
             self._algorithms[key] = chosen.algorithm
@@ -399,99 +381,14 @@ class BucketExchange:
         return failures, bool(skips)
 
 
-def _alike(bucket: Bucket, compressor: Compressor) -> Hashable:
-    first = bucket.params[0]
-    return compressor, bucket.group, bucket.node_averaged, first.dtype, first.device
+_Started = tuple[Bucket, SyncHandle[list[Tensor]]]
 
 
-def _wait(handle: SyncHandle[list[Tensor]]) -> FlexcommError | None:
-    try:
-        handle.wait()
-    except TransportError:
-        raise
-    except FlexcommError as failure:
-        return failure
-    return None
-
-
-def _roll_back(handles: list[SyncHandle[list[Tensor]]]) -> None:
-    for handle in handles:
+def _roll_back(started: list[_Started]) -> None:
+    for _, handle in started:
         handle.rollback()
 
 
-class GradientExchange(BucketExchange):
-    """The exchange of the gradients of an optimizer's parameters.
-
-    ``groups`` are the optimizer's own, looked at again for every step: parameters may be frozen or added late.
-    ``settings_of`` returns what is sent of a group's gradients.
-    """
-
-    def __init__(
-        self,
-        groups: list[Group],
-        world: World,
-        settings_of: Callable[[Group], CompressionSettings],
-        *,
-        average: Average,
-        nonfinite: NonFinitePolicy,
-        bucket_bytes: int,
-        has_residuals: bool,
-        overlap: bool,
-    ) -> None:
-        super().__init__(
-            world, average=average, nonfinite=nonfinite, has_residuals=has_residuals, in_background=overlap
-        )
-        self._groups, self._settings_of = groups, settings_of
-        self._bucket_bytes, self._overlap = bucket_bytes, overlap
-        self._trainable: list[Tensor] = []
-        self._ready = ReadyBuckets(self._start_bucket)
-
-    def refresh(self) -> bool:
-        """Plan buckets anew if other parameters want gradients than before; return whether they do."""
-        trainable = [param for group in self._groups for param in group["params"] if param.requires_grad]
-        if len(trainable) == len(self._trainable) and all(map(operator.is_, trainable, self._trainable)):
-            return False
-        # What is on its way belongs to the buckets before.
-        self.cancel()
-        self._trainable = trainable
-        self.set_buckets(bucket_parameters(self._groups, self._bucket_bytes, lambda param: param.requires_grad))
-        self._ready.watch(self.buckets, early=self._overlap)
-        return True
-
-    def exchange(self, scale: Tensor | None, nonfinite: NonFinitePolicy | None) -> list[BucketResult] | None:
-        """Return the averages of what all nodes sent of their gradients, divided by ``scale``; None to skip a step."""
-        try:
-            self._ready.check_unchanged()
-            if scale is not None and self._overlap:
-                raise InvalidArgumentError(
-                    "GradScaler unscales gradients after the backward pass, but overlap=True sends them before: use "
-                    "overlap=False, or bfloat16, which needs no scaler."
-                )
-            for bucket in self._ready.unlaunched():
-                self._start_bucket(bucket, scale, nonfinite)
-        except BaseException:
-            self.cancel()
-            raise
-        finally:
-            self._ready.reset()
-        return self.finish()
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._ready.reset()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Send nothing during backward passes."""
-        return self._ready.paused()
-
-    def settings_of(self, bucket: Bucket) -> CompressionSettings:
-        return self._settings_of(self._groups[bucket.group])
-
-    def _start_bucket(
-        self, bucket: Bucket, scale: Tensor | None = None, nonfinite: NonFinitePolicy | None = None
-    ) -> None:
-        gradients = [gradient_of(param) for param in bucket.params]
-        if scale is not None:
-            gradients = list(torch._foreach_div(gradients, scale))
-        step = self._groups[bucket.group]["step"]
-        self.start(bucket, gradients, self.settings_of(bucket), step, nonfinite=nonfinite)
+def _alike(bucket: Bucket) -> tuple[Hashable, ...]:
+    first = bucket.params[0]
+    return bucket.group, bucket.node_averaged, first.dtype, first.device

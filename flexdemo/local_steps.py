@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flexcomm import InvalidArgumentError, NonFinitePolicy, World
-from flexdemo.gradients import Bucket, BucketExchange, BucketResult, CompressionSettings, bucket_parameters
+from flexdemo.gradients import BucketExchange, CompressionSettings, bucket_parameters
 from flexdemo.parameters import Group, local
 
 
@@ -45,61 +45,39 @@ class LocalSteps:
     average, to the same bits. What was not sent is added to the next difference.
     """
 
-    def __init__(
-        self,
-        groups: list[Group],
-        world: World,
-        every: int,
-        outer: OuterOptimizer | None,
-        nonfinite: NonFinitePolicy,
-        bucket_bytes: int,
-    ) -> None:
-        self.every = every
+    def __init__(self, world: World, outer: OuterOptimizer | None, nonfinite: NonFinitePolicy) -> None:
         self.exchange = BucketExchange(
             world, average="nodes", nonfinite=nonfinite, has_residuals=True, in_background=False
         )
         self.anchors: dict[Parameter, Tensor] = {}
         self.velocities: dict[Parameter, Tensor] = {}
-        self._groups, self._outer, self._bucket_bytes = groups, outer, bucket_bytes
+        self._outer = outer
 
-    def refresh(self) -> None:
+    def refresh(self, groups: list[Group], bucket_bytes: int) -> None:
         """Add parameters that were not trained before, which are equal on all nodes, and plan buckets anew."""
-        for group in self._groups:
-            for param in group["params"]:
-                if param.requires_grad and param not in self.anchors:
-                    self.anchors[param] = local(param).clone(memory_format=torch.contiguous_format)
-                    if self._outer is not None:
-                        self.velocities[param] = torch.zeros_like(self.anchors[param])
+        for param in (param for group in groups for param in group["params"]):
+            if param.requires_grad and param not in self.anchors:
+                self.anchors[param] = local(param).clone(memory_format=torch.contiguous_format)
+                if self._outer is not None:
+                    self.velocities[param] = torch.zeros_like(self.anchors[param])
         # Also what is frozen by now: nodes may have gone apart on it before.
-        self.exchange.set_buckets(bucket_parameters(self._groups, self._bucket_bytes, self.anchors.__contains__))
+        self.exchange.set_buckets(bucket_parameters(groups, bucket_bytes, self.anchors.__contains__))
 
-    def outer_step_if_due(self, step: int) -> None:
-        """Move all nodes together if this was the last of their local steps."""
-        if step % self.every:
-            return
+    def outer_step(self, groups: list[Group], number: int) -> None:
+        """Move all nodes together, for the ``number``-th time."""
         for bucket in self.exchange.buckets:
-            anchors, params = [self.anchors[param] for param in bucket.params], [local(p) for p in bucket.params]
-            moved = torch._foreach_sub(anchors, params)
-            self.exchange.start(bucket, list(moved), self.settings_of(bucket), step // self.every)
-        for result in self.exchange.finish() or []:
-            self._move(result)
-
-    def settings_of(self, bucket: Bucket) -> CompressionSettings:
-        return CompressionSettings(self._groups[bucket.group]["compressor"])
-
-    def _move(self, result: BucketResult) -> None:
-        params = result.bucket.params
-        anchors, averages = [self.anchors[param] for param in params], result.averages
-        if self._outer is None:
-            torch._foreach_sub_(anchors, averages)
-        else:
-            torch._foreach_sub_(anchors, self._steps(params, averages, self._outer), alpha=self._outer.lr)
-        torch._foreach_copy_([local(param) for param in params], anchors)
-
-    def _steps(self, params: tuple[Parameter, ...], averages: list[Tensor], outer: OuterOptimizer) -> list[Tensor]:
-        velocities = [self.velocities[param] for param in params]
-        torch._foreach_mul_(velocities, outer.momentum)
-        torch._foreach_add_(velocities, averages)
-        if not outer.nesterov:
-            return velocities
-        return list(torch._foreach_add(averages, velocities, alpha=outer.momentum))
+            anchors = [self.anchors[param] for param in bucket.params]
+            moved = list(torch._foreach_sub(anchors, [local(param) for param in bucket.params]))
+            self.exchange.start(bucket, moved, CompressionSettings(groups[bucket.group]["compressor"]), number)
+        for bucket, averages in (self.exchange.finish() or {}).items():
+            anchors, outer = [self.anchors[param] for param in bucket.params], self._outer
+            if outer is None:
+                torch._foreach_sub_(anchors, averages)
+            else:
+                steps = velocities = [self.velocities[param] for param in bucket.params]
+                torch._foreach_mul_(velocities, outer.momentum)
+                torch._foreach_add_(velocities, averages)
+                if outer.nesterov:
+                    steps = list(torch._foreach_add(averages, velocities, alpha=outer.momentum))
+                torch._foreach_sub_(anchors, steps, alpha=outer.lr)
+            torch._foreach_copy_([local(param) for param in bucket.params], anchors)

@@ -1,8 +1,9 @@
-"""Parameters: their names, their local tensors and gradients, and checks that nodes can exchange them."""
+"""Parameters: the settings of their groups, their names, local tensors and gradients, and checks of all that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -15,7 +16,29 @@ from flexcomm import InvalidArgumentError, InvalidTensorError, Topology, Topolog
 Group = dict[str, Any]
 """One of torch's ``param_groups``: torch itself types their values as Any."""
 
+Rule = tuple[Callable[[Any], bool], str]
+"""A test of a setting, and what the error says that it must be."""
+
+AT_LEAST_0: Rule = (lambda value: value >= 0, "at least 0")
+FROM_0_TO_1: Rule = (lambda value: 0 <= value <= 1, "from 0 to 1")
+ABOVE_0_TO_1: Rule = (lambda value: 0 < value <= 1, "above 0, at most 1")
+COUNT: Rule = (lambda value: isinstance(value, int) and value >= 1, "a whole number, at least 1")
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def one_of(choices: tuple[str, ...]) -> Rule:
+    return choices.__contains__, f"one of {', '.join(choices)}"
+
+
+def check_settings(settings: Group, rules: dict[str, Rule]) -> None:
+    wrong = [
+        f"{name} is {settings[name]!r}, but must be {needed}"
+        for name, (allows, needed) in rules.items()
+        if name in settings and not allows(settings[name])
+    ]
+    if wrong:
+        raise InvalidArgumentError(f"{'; '.join(wrong)}.")
 
 
 def names_of(groups: list[Group]) -> list[list[str]]:
@@ -23,12 +46,9 @@ def names_of(groups: list[Group]) -> list[list[str]]:
 
     Numbers count through all groups, as torch's ``state_dict`` does.
     """
-    names, count = [], 0
-    for group in groups:
-        numbered = [str(number) for number in range(count, count + len(group["params"]))]
-        names.append(list(group.get("param_names", numbered)))
-        count += len(numbered)
-    return names
+    numbers = map(str, count())
+    numbered = [list(islice(numbers, len(group["params"]))) for group in groups]
+    return [list(group.get("param_names", names)) for group, names in zip(groups, numbered, strict=True)]
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -69,20 +89,20 @@ def check_parameter(param: Tensor, name: str, topology: Topology) -> None:
             f"{name} is {param.dtype}, but only {', '.join(map(str, _DTYPES))} can be exchanged: leave it out."
         )
     if isinstance(param, DTensor):
-        _check_shards(param, name, topology)
+        check_sharded_ranks(param.device_mesh.mesh.flatten().tolist(), name, topology)
+        if any(placement.is_partial() for placement in param.placements):
+            raise InvalidArgumentError(f"{name} holds partial sums ({param.placements}): redistribute it first.")
 
 
-def _check_shards(param: DTensor, name: str, topology: Topology) -> None:
+def check_sharded_ranks(ranks: list[int], name: str, topology: Topology) -> None:
     node = topology.members[topology.node]
-    ranks = sorted(param.device_mesh.mesh.flatten().tolist())
-    if ranks != sorted(node):
+    if sorted(ranks) != sorted(node):
         raise TopologyError(
-            f"{name} is spread over ranks {ranks}, but this node has {list(node)}: its gradients would be averaged "
-            f"between nodes by torch, or not by all ranks of the node. Shard over the whole node and no more: "
-            f"fully_shard(model, mesh=mesh['shard']) with the one axis of a mesh whose ranks share a node."
+            f"{name} is spread over ranks {sorted(ranks)}, but this node has {list(node)}: its gradients would be "
+            f"averaged between nodes by torch, or not by all ranks of the node. Shard over the whole node and no more: "
+            f"fully_shard(model, mesh=mesh['shard']) with the one axis of a mesh whose ranks share a node, or FSDP1 "
+            f"with the process_group of the node's ranks."
         )
-    if any(placement.is_partial() for placement in param.placements):
-        raise InvalidArgumentError(f"{name} holds partial sums ({param.placements}): redistribute it first.")
 
 
 def broadcast_parameters_(tensors: Iterable[Tensor], world: World, *, are_shards: bool | None = None) -> None:

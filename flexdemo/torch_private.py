@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +18,12 @@ from torch.nn import Parameter
 
 from flexcomm.torch_versions import missing, private
 
-# Autograd
-
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that is running ends without an error."""
-    _find_queue_callback()(callback)
-
-
-@cache
-def _find_queue_callback() -> Callable[[Callable[[], None]], None]:
     # Public since torch 2.15.
-    public: Callable[[Callable[[], None]], None] | None = getattr(torch.autograd.graph, "queue_callback", None)
-    return public or private(Variable, "_execution_engine", "queue_callback")
+    public = getattr(torch.autograd.graph, "queue_callback", None)
+    (public or private(Variable, "_execution_engine", "queue_callback"))(callback)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -44,9 +35,6 @@ def has_post_accumulate_grad_hooks(param: Tensor) -> bool:
     return bool(private(param, "_post_accumulate_grad_hooks"))
 
 
-# Device meshes
-
-
 def mesh_without_groups(device_type: str, ranks: Sequence[Sequence[int]], names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh of ``ranks`` with axes ``names``, without the process groups that all ranks would have to make."""
     try:
@@ -55,26 +43,17 @@ def mesh_without_groups(device_type: str, ranks: Sequence[Sequence[int]], names:
         raise missing("DeviceMesh(_init_backend=...)") from error
 
 
-# FSDP2: FSDPModule has setters for most of this, but no getters.
-
-
-@dataclass(frozen=True)
-class ShardedParam:
-    """A sharded parameter, which takes ``padded_numel`` elements of its group's flat gradient."""
-
-    param: Parameter
-    padded_numel: int
-
-
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters whose gradients lie one behind the other, in this order, in one reduce-scatter.
+    """FSDP2's parameters whose gradients lie one behind the other, in this order, in one reduce-scatter.
 
+    FSDPModule has setters for most of this, but no getters.
+    ``params``: the elements that each takes of the flat gradient, padding included.
     ``scales_gradients``: ``set_gradient_divide_factor`` or ``set_force_sum_reduction_for_comms`` was called.
     ``reduces_unused``: what ``set_reduce_scatter_unused_params`` was last called with.
     """
 
-    params: tuple[ShardedParam, ...]
+    params: dict[Parameter, int]
     reduce_dtype: torch.dtype
     has_all_reduce_hook: bool
     scales_gradients: bool
@@ -83,36 +62,25 @@ class ParamGroup:
 
 def param_groups_of(unit: FSDPModule) -> list[ParamGroup]:
     """Return the parameter groups of a unit: none without parameters, several if they are on different meshes."""
-    state = private(unit, "_get_fsdp_state")()
-    return [_read(group) for group in private(state, "_fsdp_param_groups")]
-
-
-def _read(group: Any) -> ParamGroup:  # torch's FSDPParamGroup
-    found = private(group, "fsdp_params")
-    params = tuple(
-        ShardedParam(private(one, "sharded_param"), private(one, "padded_sharded_param_size").numel()) for one in found
-    )
-    trained = [one.param for one in params if one.param.requires_grad] or [params[0].param]
-    return ParamGroup(
-        params,
-        _reduce_dtype(private(found[0], "mp_policy"), trained[0].dtype),
-        private(group, "_all_reduce_hook") is not None,
-        private(group, "gradient_divide_factor") is not None or private(group, "force_sum_reduction_for_comms"),
-        private(group, "reduce_scatter_unused_params"),
-    )
-
-
-def _reduce_dtype(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of parameters of ``param_dtype`` are reduced."""
-    if policy.reduce_dtype is not None:
-        return policy.reduce_dtype
-    # torch 2.15 no longer reduces in the dtype in which it computes (docs of MixedPrecisionPolicy).
-    if torch.__version__ < "2.15" and policy.param_dtype is not None:
-        return policy.param_dtype
-    return param_dtype
-
-
-# FSDP1
+    groups = []
+    for group in private(private(unit, "_get_fsdp_state")(), "_fsdp_param_groups"):
+        found = private(group, "fsdp_params")
+        params = {private(one, "sharded_param"): private(one, "padded_sharded_param_size").numel() for one in found}
+        policy: MixedPrecisionPolicy = private(found[0], "mp_policy")
+        # torch 2.15 no longer reduces in the dtype in which it computes (docs of MixedPrecisionPolicy).
+        computed = policy.param_dtype if torch.__version__ < "2.15" else None
+        # The first that wants gradients, or else the first.
+        trained = max(params, key=lambda param: param.requires_grad)
+        groups.append(
+            ParamGroup(
+                params,
+                policy.reduce_dtype or computed or trained.dtype,
+                private(group, "_all_reduce_hook") is not None,
+                private(group, "gradient_divide_factor") is not None or private(group, "force_sum_reduction_for_comms"),
+                private(group, "reduce_scatter_unused_params"),
+            )
+        )
+    return groups
 
 
 def flat_params_of(unit: FullyShardedDataParallel) -> list[FlatParameter]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from torch.optim import AdamW, Optimizer
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from flexcomm import BUCKET_BYTES, Average, Compressor, InvalidArgumentError, NonFinitePolicy, World, demo, dense
-from flexdemo.base import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, NodeOptimizer, SyncTarget
-from flexdemo.gradients import BucketResult, CompressionSettings
-from flexdemo.inner import Inner
+from flexdemo.base import NodeOptimizer, SyncTarget
+from flexdemo.gradients import Averages, CompressionSettings
 from flexdemo.local_steps import OuterOptimizer
-from flexdemo.parameters import Group
+from flexdemo.parameters import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, Group, local, wrapped_like
 
 
 class DistributedOptimizer(NodeOptimizer):
@@ -59,7 +60,7 @@ class DistributedOptimizer(NodeOptimizer):
         "residual_decay": FROM_0_TO_1,
         "residual_alpha": ABOVE_0_TO_1,
     }
-    _has_local_residuals = False
+    _local_settings = CompressionSettings(dense())
 
     def __init__(
         self,
@@ -115,12 +116,8 @@ class DistributedOptimizer(NodeOptimizer):
     def _sync_settings(self, group: Group) -> CompressionSettings:
         return CompressionSettings(group["compressor"], group["residual_decay"], 1.0, group["residual_alpha"])
 
-    def _local_settings(self, group: Group) -> CompressionSettings:
-        del group
-        return CompressionSettings(dense())
-
-    def _apply(self, results: list[BucketResult]) -> None:
-        self._inner.apply(self, results)
+    def _apply(self, averages: Averages) -> None:
+        self._inner.apply(self, averages)
 
 
 class FlexDeMoAdamW(DistributedOptimizer):
@@ -201,3 +198,65 @@ class FlexDeMoAdamW(DistributedOptimizer):
             bucket_bytes=bucket_bytes,
             node_averaged=node_averaged,
         )
+
+
+class Inner:
+    """torch's optimizers inside ``owner``, whose parameter groups and state they use.
+
+    ``counts`` are the numbers of groups that belong to each of them, in order.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], counts: Iterable[int]) -> None:
+        self._optimizers, self._counts = list(optimizers), list(counts)
+        if any(isinstance(one, LBFGS) for one in self._optimizers):
+            raise InvalidArgumentError("LBFGS calls a closure several times a step, and cannot be exchanged.")
+
+    def take_over_state(self, owner: Optimizer) -> None:
+        for optimizer in self._optimizers:
+            owner.state.update(optimizer.state)
+
+    @torch.no_grad()
+    def initial_states(self, owner: Optimizer) -> dict[Tensor, dict[str, Any]]:
+        """Return initial states for parameters that have none, so that a checkpoint has all keys.
+
+        They come from a step with zero gradients, after which parameters and states are restored.
+        """
+        params = [param for group in owner.param_groups for param in group["params"]]
+        new = {param for param in params if not owner.state[param]}
+        if not new:
+            return {}
+        kept = [(param, param.grad, local(param).clone(), owner.state[param]) for param in params]
+        for param in params:
+            param.grad = torch.zeros_like(param) if param in new else None
+        self._step(owner)
+        found = {param: owner.state[param] for param in params if param in new}
+        for param, gradient, value, state in kept:
+            param.grad, owner.state[param] = gradient, state
+            local(param).copy_(value)
+        for state in found.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
+        return found
+
+    def apply(self, owner: Optimizer, averages: Averages) -> None:
+        """Take a step with the averages as gradients; afterwards ``.grad`` is what it was."""
+        own = [(param, param.grad) for group in owner.param_groups for param in group["params"]]
+        for param, _ in own:
+            param.grad = None
+        for bucket, tensors in averages.items():
+            for param, average in zip(bucket.params, tensors, strict=True):
+                param.grad = wrapped_like(average, param)
+        try:
+            self._step(owner)
+        finally:
+            for param, gradient in own:
+                param.grad = gradient
+
+    def _step(self, owner: Optimizer) -> None:
+        groups = owner.param_groups
+        # Groups that were added later belong to the last optimizer.
+        for optimizer, count in zip(self._optimizers, [*self._counts[:-1], None], strict=True):
+            # Again each time: torch replaces both when a state is loaded.
+            optimizer.param_groups, optimizer.state = groups[:count], owner.state
+            optimizer.step()
+            groups = groups[count:]

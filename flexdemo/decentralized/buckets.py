@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from flexcomm import Compressor, InvalidArgumentError, MixHandle, MixResiduals, MixResult, PushSum, World, start_mix
 from flexcomm.gossip import ScheduleLike, complete, plan_mix, round_of
-from flexdemo.checkpoint.node_axis import (
+from flexdemo.checkpoint import (
     NodeAxis,
     OtherNodes,
     check_sizes,

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from flexcomm import BUCKET_BYTES, Compressor, InvalidArgumentError, World, default_world, mix
 from flexcomm.gossip import ScheduleLike, base, complete
 from flexdemo.accumulated import AccumAdam
-from flexdemo.checkpoint.node_axis import FromOtherNodes, NodeAxis, OtherNodes
+from flexdemo.checkpoint import FromOtherNodes, NodeAxis, OtherNodes
 from flexdemo.decentralized.buckets import (
     MixBucket,
     clip_,
@@ -29,8 +29,8 @@ from flexdemo.decentralized.buckets import (
 )
 from flexdemo.decentralized.consensus import INITIAL_STATE, ConsensusControl, update_consensus_
 from flexdemo.gradients import Bucket, ReadyBuckets, bucket_parameters, check_same_buckets
-from flexdemo.inner import Inner
 from flexdemo.parameters import Group, broadcast_parameters_, check_parameter, names_of
+from flexdemo.wrapped import Inner
 
 Order = Literal["mix-then-step", "step-then-mix"]
 Overlap = Literal["step", "backward", "none"]

@@ -49,40 +49,33 @@ class CompressionState(HookHandle):
         super().__init__(compressor, world, decay=decay, average=average, nonfinite=nonfinite)
         self._names = dict(names or {})
         self._buckets: dict[tuple[str, ...], Bucket] = {}
-        self._sent: dict[Bucket, tuple[GradBucket, torch.futures.Future[Tensor]]] = {}
+        self._futures: dict[Bucket, tuple[GradBucket, torch.futures.Future[Tensor]]] = {}
         if names:
             params = tuple(names)
             # All of them at once: torch fills buckets when it likes, and states must be known before.
             self.plan([(Bucket(0, False, params, tuple(names.values())), params)])
         self.is_active = True
-        self.on_remove(lambda: setattr(self, "is_active", False))
+        self.on_remove.callback(setattr, self, "is_active", False)
 
     def send(self, grad_bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start the exchange of one of DDP's buckets; with the last of a backward pass, all of them are finished."""
-        bucket = self._bucket_of(grad_bucket)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._sent[bucket] = grad_bucket, future
-        self.start(bucket, grad_bucket.gradients())
-        if grad_bucket.is_last():
-            self._finish_backward()
-        return future
-
-    def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
-        """Return a bucket with the names of its parameters: torch fills buckets anew after the first step."""
         params = cast("list[Parameter]", grad_bucket.parameters())  # torch says tensors; they are what DDP was given
+        # By the names of its parameters: torch fills buckets anew after the first step.
         names = tuple(self._names.setdefault(param, str(len(self._names))) for param in params)
         if names not in self._buckets:
             self._buckets[names] = Bucket(0, False, tuple(params), names)
-            if not self.has_planned(names):
+            if not self._entries.keys() >= set(names):
                 self.plan([(self._buckets[names], grad_bucket.gradients())])
-        return self._buckets[names]
-
-    def _finish_backward(self) -> None:
-        sent, self._sent = self._sent, {}
-        self.finish({bucket: grad_bucket.gradients() for bucket, (grad_bucket, _) in sent.items()})
-        for grad_bucket, future in sent.values():
-            future.set_result(grad_bucket.buffer())
-        self.step += 1
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._futures[self._buckets[names]] = grad_bucket, future
+        self.start(self._buckets[names], grad_bucket.gradients())
+        if grad_bucket.is_last():
+            futures, self._futures = self._futures, {}
+            self.finish()
+            for sent, its_future in futures.values():
+                its_future.set_result(sent.buffer())
+            self.step += 1
+        return future
 
 
 def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -125,13 +118,6 @@ def attach_to_ddp(
 
     """
     names = {param: name for name, param in model.module.named_parameters()}
-    state = CompressionState(
-        compressor,
-        world,
-        names=names,
-        decay=decay,
-        average=average,
-        nonfinite=nonfinite,
-    )
+    state = CompressionState(compressor, world, names=names, decay=decay, average=average, nonfinite=nonfinite)
     model.register_comm_hook(state, compression_hook)
     return state

@@ -1,24 +1,33 @@
-"""Hooks for models that FSDP shards inside a node: FSDP2 here, FSDP1 in its own module.
+"""Hooks for models that FSDP2 or FSDP1 shards inside a node.
 
 A unit's shard is exchanged when FSDP has reduce-scattered it inside the node, while the next unit's backward runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
-from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.nn import Module, Parameter
 
-from flexcomm import Average, Compressor, InvalidArgumentError, NonFinitePolicy, World
+from flexcomm import Average, Compressor, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World
 from flexdemo.gradients import Bucket
-from flexdemo.hooks.fsdp1 import attach_to_fsdp1
-from flexdemo.hooks.handle import BackwardPass, HookHandle
-from flexdemo.parameters import broadcast_parameters_, check_parameter, local
-from flexdemo.torch_private import ParamGroup, ShardedParam, has_post_accumulate_grad_hooks, param_groups_of
+from flexdemo.hooks.handle import HookHandle, zero_
+from flexdemo.parameters import broadcast_parameters_, check_parameter, check_sharded_ranks, local
+from flexdemo.torch_private import (
+    ParamGroup,
+    flat_params_of,
+    has_post_accumulate_grad_hooks,
+    has_saved_gradient,
+    param_groups_of,
+    queue_callback,
+    remove_comm_hook,
+    set_comm_hook_state,
+)
 
 
 def attach_to_fsdp(
@@ -53,9 +62,9 @@ def attach_to_fsdp(
         InvalidArgumentError: the model is not sharded, or gradients are not the node's mean; it says what to do.
 
     """
-    handle = HookHandle(compressor, world, decay=decay, average=average, nonfinite=nonfinite)
+    handle = FsdpHandle(compressor, world, decay=decay, average=average, nonfinite=nonfinite)
     if isinstance(model, FullyShardedDataParallel):
-        attach_to_fsdp1(model, handle)
+        _attach_to_fsdp1(model, handle)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
         _attach_to_fsdp2(model, handle)
     else:
@@ -66,101 +75,179 @@ def attach_to_fsdp(
     return handle
 
 
-def _attach_to_fsdp2(model: Module, handle: HookHandle) -> None:
-    """Exchange the gradients of every unit of ``model``, whose replicas become node 0's."""
+class FsdpHandle(HookHandle):
+    """A handle that exchanges the units of one backward pass, and writes their averages at its end.
+
+    Errors are raised when the pass ends: FSDP does not survive an exception in the middle of it.
+    """
+
+    _has_sent = False
+    _failure: FlexcommError | None = None
+
+    def send(self, bucket: Bucket, gradients: list[Tensor], at_once: bool) -> None:
+        """Exchange gradients in place: until this returns if ``at_once``, else until the backward pass ends."""
+        # With every send: a pass that failed has dropped its callbacks, and left its exchange under way.
+        queue_callback(self._end_backward)
+        if bucket in self._sent:
+            self.exchange.cancel()
+            self._sent = {}
+        self._has_sent = True
+        self.start(bucket, gradients)
+        if at_once:
+            self._receive()
+
+    def _end_backward(self) -> None:
+        if not self._has_sent:
+            return
+        self._receive()
+        self._has_sent = False
+        self.step += 1
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _receive(self) -> None:
+        """Write what was received over what was sent, zeros if it failed."""
+        sent = self._sent
+        if not sent:
+            return
+        try:
+            self.finish()
+        except TransportError:
+            raise
+        except FlexcommError as failure:
+            self._failure = self._failure or failure
+            zero_(sent)
+
+
+def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
     names = {param: name for name, param in model.named_parameters()}
     found = [
         (unit, group) for unit in model.modules() if isinstance(unit, FSDPModule) for group in param_groups_of(unit)
     ]
     for _, group in found:
         _check_group(group, names, handle.world)
-    _check_all_are_sharded(names, {one.param for _, group in found for one in group.params})
-    handle.plan([(_bucket_of(group.params, names), _gradients_like(group, handle.world)) for _, group in found])
-    backward = BackwardPass(handle)
-    for unit, group in found:
-        _set_hook(unit, group, names, handle, backward)
-    broadcast_parameters_([*model.parameters(), *model.buffers()], handle.world)
-
-
-def _set_hook(
-    unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], handle: HookHandle, backward: BackwardPass
-) -> None:
-    @cache
-    def plan(trained: tuple[ShardedParam, ...]) -> tuple[Bucket, list[torch.Size]]:
-        return _bucket_of(trained, names), [local(one.param).shape for one in trained]
-
-    def exchange(flat: Tensor) -> None:
-        trained = tuple(one for one in group.params if one.param.requires_grad)
-        bucket, shapes = plan(trained)
-        gradients = _cut(flat, shapes, [one.padded_numel for one in trained], bucket.names)
-        backward.send(bucket, gradients, at_once=_is_read_at_once(flat, trained))
-
-    # Else torch leaves unused parameters out, and which ones may differ from rank to rank.
-    unit.set_reduce_scatter_unused_params(True, recurse=False)
-    unit.set_all_reduce_hook(exchange)
-    handle.on_remove(lambda: unit.set_reduce_scatter_unused_params(group.reduces_unused, recurse=False))
-    handle.on_remove(lambda: unit.set_all_reduce_hook(None))  # type: ignore[arg-type]
-
-
-def _bucket_of(params: tuple[ShardedParam, ...], names: dict[Parameter, str]) -> Bucket:
-    return Bucket(0, True, tuple(one.param for one in params), tuple(names[one.param] for one in params))
-
-
-def _gradients_like(group: ParamGroup, world: World) -> list[Tensor]:
-    """Return tensors shaped as the gradients that the hook will see."""
-    return [torch.empty(local(one.param).shape, dtype=group.reduce_dtype, device=world.device) for one in group.params]
-
-
-def _cut(flat: Tensor, shapes: list[torch.Size], numels: list[int], names: tuple[str, ...]) -> list[Tensor]:
-    """Return the shards that lie one behind the other in a unit's flat gradient, padded to ``numels``."""
-    if flat.numel() != sum(numels):
-        raise InvalidArgumentError(
-            f"a unit of FSDP reduced {flat.numel()} elements, but its parameters that want gradients "
-            f"({', '.join(names)}) have {sum(numels)}: freeze parameters between steps only."
-        )
-    begins = accumulate(numels, initial=0)
-    return [flat[begin : begin + shape.numel()].view(shape) for begin, shape in zip(begins, shapes, strict=False)]
-
-
-def _is_read_at_once(flat: Tensor, params: tuple[ShardedParam, ...]) -> bool:
-    """Return whether FSDP copies or adds up the flat gradient after the hook, instead of handing out views of it."""
-    return any(
-        one.param.grad is not None
-        or one.param.dtype != flat.dtype
-        or one.param.device != flat.device
-        or has_post_accumulate_grad_hooks(one.param)
-        for one in params
-    )
-
-
-def _check_all_are_sharded(names: dict[Parameter, str], sharded: set[Parameter]) -> None:
+    sharded = {param for _, group in found for param in group.params}
     left = [name for param, name in names.items() if param.requires_grad and param not in sharded]
     if left:
         raise InvalidArgumentError(
             f"{', '.join(left)} belong to no unit of FSDP, so nobody would average their gradients: call "
             f"fully_shard(model, mesh=...) on the model itself, or freeze them."
         )
+    planned = []
+    for _, group in found:
+        empty = torch.empty((), dtype=group.reduce_dtype, device=handle.world.device)
+        planned.append((_bucket_of(group.params, names), [empty.expand(local(param).shape) for param in group.params]))
+    handle.plan(planned)
+    for unit, group in found:
+        _set_hook(unit, group, names, handle)
+    broadcast_parameters_([*model.parameters(), *model.buffers()], handle.world)
+
+
+def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], handle: FsdpHandle) -> None:
+    @cache
+    def plan(trained: tuple[Parameter, ...]) -> tuple[Bucket, list[int], list[torch.Size]]:
+        numels = [group.params[param] for param in trained]
+        return _bucket_of(trained, names), numels, [local(param).shape for param in trained]
+
+    def exchange(flat: Tensor) -> None:
+        trained = tuple(param for param in group.params if param.requires_grad)
+        bucket, numels, shapes = plan(trained)
+        if flat.numel() != sum(numels):
+            raise InvalidArgumentError(
+                f"a unit of FSDP reduced {flat.numel()} elements, but its parameters that want gradients "
+                f"({', '.join(bucket.names)}) have {sum(numels)}: freeze parameters between steps only."
+            )
+        padded = torch.split_with_sizes(flat, numels)
+        shards = [x[: shape.numel()].view(shape) for x, shape in zip(padded, shapes, strict=True)]
+        # After the hook FSDP keeps views of the flat gradient, except where it copies it or adds it to another.
+        at_once = any(
+            param.grad is not None
+            or param.dtype != flat.dtype
+            or param.device != flat.device
+            or has_post_accumulate_grad_hooks(param)
+            for param in trained
+        )
+        handle.send(bucket, shards, at_once)
+
+    # Else torch leaves unused parameters out, and which ones may differ from rank to rank.
+    unit.set_reduce_scatter_unused_params(True, recurse=False)
+    unit.set_all_reduce_hook(exchange)
+    handle.on_remove.callback(unit.set_reduce_scatter_unused_params, group.reduces_unused, recurse=False)
+    handle.on_remove.callback(unit.set_all_reduce_hook, None)  # type: ignore[arg-type]
+
+
+def _bucket_of(params: Iterable[Parameter], names: dict[Parameter, str]) -> Bucket:
+    return Bucket(0, True, tuple(params), tuple(names[param] for param in params))
 
 
 def _check_group(group: ParamGroup, names: dict[Parameter, str], world: World) -> None:
     """Raise if what a hook sees would not be the node's mean."""
     if group.has_all_reduce_hook:
         raise InvalidArgumentError("this model has an all-reduce hook already: remove() the handle it has first.")
-    if group.reduce_dtype == torch.float16:
-        raise InvalidArgumentError(
-            "gradients are reduced as float16, which FSDP adds up without dividing and divides after the exchange: "
-            "they overflow on the way. Use MixedPrecisionPolicy(reduce_dtype=torch.float32)."
-        )
+    _check_reduce_dtype(group.reduce_dtype)
     if group.scales_gradients:
         raise InvalidArgumentError(
             "this unit divides its gradients by a factor of its own, after the exchange. Leave "
             "set_gradient_divide_factor and set_force_sum_reduction_for_comms alone, and scale the loss instead."
         )
-    for one in group.params:
-        check_parameter(one.param, names[one.param], world.topology)
+    for param in group.params:
+        check_parameter(param, names[param], world.topology)
         # torch 2.15 then reduces parameters in another order.
-        if one.param.grad_dtype != one.param.dtype:
+        if param.grad_dtype != param.dtype:
             raise InvalidArgumentError(
-                f"{names[one.param]} is {one.param.dtype} but wants gradients of {one.param.grad_dtype}. Leave "
-                f"grad_dtype alone; gradients are averaged in the dtype of MixedPrecisionPolicy(reduce_dtype=...)."
+                f"{names[param]} is {param.dtype} but wants gradients of {param.grad_dtype}. Leave grad_dtype alone; "
+                f"gradients are averaged in the dtype of MixedPrecisionPolicy(reduce_dtype=...)."
             )
+
+
+def _attach_to_fsdp1(model: FullyShardedDataParallel, handle: FsdpHandle) -> None:
+    units = [
+        (name or "root", unit)
+        for name, unit in model.named_modules()
+        if isinstance(unit, FullyShardedDataParallel) and flat_params_of(unit)
+    ]
+    for name, unit in units:
+        _check_unit(name, unit, handle.world)
+    model.register_comm_hook(None, _reduce_flat)
+    planned = []
+    for name, unit in units:
+        (flat_param,) = flat_params_of(unit)
+        dtype = unit.mixed_precision.reduce_dtype or unit.mixed_precision.param_dtype or flat_param.dtype
+        like = torch.empty((), dtype=dtype, device=flat_param.device).expand(flat_param.shape)
+        planned.append((Bucket(0, True, (flat_param,), (name,)), [like]))
+    handle.plan(planned)
+    for (_, unit), (bucket, _) in zip(units, planned, strict=True):
+        set_comm_hook_state(unit, (handle, bucket))
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle.on_remove.callback(remove_comm_hook, unit)
+    broadcast_parameters_([bucket.params[0] for bucket, _ in planned], handle.world)
+    broadcast_parameters_(model.buffers(), handle.world)
+
+
+def _reduce_flat(state: tuple[FsdpHandle, Bucket], gradient: Tensor, shard: Tensor) -> None:
+    """Fill ``shard`` with this rank's part of the node's mean, to be exchanged in place; FSDP1 calls it."""
+    handle, bucket = state
+    (flat_param,), intra = bucket.params, handle.world.intra
+    intra.reduce_scatter(gradient.view(intra.size, -1), out=shard).wait()
+    shard.div_(intra.size)
+    # After the hook FSDP keeps the shard as the gradient, except where it copies it or adds it to another.
+    handle.send(bucket, [shard], at_once=shard.dtype != flat_param.dtype or has_saved_gradient(flat_param))
+
+
+def _check_unit(name: str, unit: FullyShardedDataParallel, world: World) -> None:
+    if unit.sharding_strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        raise InvalidArgumentError(
+            f"{name} is wrapped with {unit.sharding_strategy}: torch takes hooks for FULL_SHARD and SHARD_GRAD_OP over "
+            f"the ranks of one node. For whole replicas use DistributedDataParallel and attach_to_ddp."
+        )
+    check_sharded_ranks(dist.get_process_group_ranks(unit.process_group), name, world.topology)
+    _check_reduce_dtype(unit.mixed_precision.reduce_dtype)
+
+
+def _check_reduce_dtype(dtype: torch.dtype | None) -> None:
+    if dtype == torch.float16:
+        raise InvalidArgumentError(
+            "gradients are reduced as float16, in which their sum overflows before it is divided and exchanged: use "
+            "MixedPrecisionPolicy, or FSDP1's MixedPrecision, with reduce_dtype=torch.float32."
+        )

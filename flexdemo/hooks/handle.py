@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,19 +13,15 @@ from flexcomm import (
     AlgorithmOption,
     Average,
     Compressor,
-    FlexcommError,
     InvalidArgumentError,
     NonFinitePolicy,
     TensorSpec,
-    TransportError,
     World,
     choose_algorithms,
     default_world,
 )
-from flexdemo.checkpoint.node_axis import NodeAxis, OtherNodes
-from flexdemo.checkpoint.residuals import StateEntry, States, find_entries, load_states
+from flexdemo.checkpoint import NodeAxis, OtherNodes, StateEntry, find_entries, load_residuals
 from flexdemo.gradients import Bucket, BucketExchange, CompressionSettings, spec_of
-from flexdemo.torch_private import queue_callback
 
 
 class HookHandle:
@@ -35,13 +32,7 @@ class HookHandle:
     """
 
     def __init__(
-        self,
-        compressor: Compressor,
-        world: World | None,
-        *,
-        decay: float,
-        average: Average,
-        nonfinite: NonFinitePolicy,
+        self, compressor: Compressor, world: World | None, *, decay: float, average: Average, nonfinite: NonFinitePolicy
     ) -> None:
         self.world = default_world() if world is None else world
         self.settings = CompressionSettings(compressor, decay=decay)
@@ -50,33 +41,32 @@ class HookHandle:
         )
         self.step = 0
         self._axis = NodeAxis(self.world)
-        self._entries: dict[str, tuple[StateEntry, Tensor]] = {}
+        self._entries: dict[str, StateEntry] = {}
         self._algorithms: dict[torch.dtype, AlgorithmOption] = {}
-        self._removers: list[Callable[[], object]] = []
+        self._sent: dict[Bucket, list[Tensor]] = {}
+        self.on_remove = ExitStack()
+        """Callbacks that give the model back as it was."""
 
     def remove(self) -> None:
         """Give the model back as it was: its gradients are no longer exchanged. Doing it again does nothing."""
         self.exchange.cancel()
-        while self._removers:
-            self._removers.pop()()
-
-    def on_remove(self, restore: Callable[[], object]) -> None:
-        """Have ``restore`` called when the hook is removed."""
-        self._removers.append(restore)
+        self.on_remove.close()
 
     def start(self, bucket: Bucket, tensors: list[Tensor]) -> None:
-        """Start the exchange of a bucket."""
+        """Start the exchange of a bucket's tensors, which :meth:`finish` overwrites."""
         algorithm = self._algorithms.get(tensors[0].dtype, "auto") if tensors else "auto"
         self.exchange.start(bucket, tensors, self.settings, self.step, algorithm=algorithm)
+        self._sent[bucket] = tensors
 
-    def finish(self, sent: Mapping[Bucket, Sequence[Tensor]]) -> None:
+    def finish(self) -> None:
         """Wait for all that was started, and write averages over what was sent; zeros if all ranks skip it."""
-        results = self.exchange.finish()
-        if results is None:
-            _zero_(sent)
-        for bucket, averages in results or []:
-            for gradient, average in zip(sent[bucket], averages, strict=True):
-                gradient.copy_(average)
+        sent, self._sent = self._sent, {}
+        averages = self.exchange.finish()
+        if averages is None:
+            zero_(sent)
+        for bucket, received in (averages or {}).items():
+            for x, average in zip(sent[bucket], received, strict=True):
+                x.copy_(average)
 
     def plan(self, buckets: Sequence[tuple[Bucket, Sequence[Tensor]]]) -> None:
         """Plan the residuals of all buckets' tensors, on all ranks together: their states are saved.
@@ -85,19 +75,15 @@ class HookHandle:
         """
         specs: list[TensorSpec] = []
         for bucket, tensors in buckets:
-            entries = find_entries(bucket, self.exchange, tensors, self.settings)
-            self._entries |= {name: (entry, x) for name, entry, x in zip(bucket.names, entries, tensors, strict=True)}
+            entries = find_entries(bucket, self.exchange, tensors, self.settings.compressor)
+            self._entries |= zip(bucket.names, entries, strict=True)
             specs += map(spec_of, tensors, bucket.names)
         chosen = choose_algorithms(specs, self.settings.compressor, self.world.inter.size)
         self._algorithms |= {dtype: one.algorithm for dtype, one in chosen.items()}
 
-    def has_planned(self, names: Iterable[str]) -> bool:
-        """Return whether the residuals of all these tensors are planned."""
-        return self._entries.keys() >= set(names)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals by parameter, with a node axis, and how many steps there were."""
-        residuals = {name: entry.saved(self._axis, x.device) for name, (entry, x) in self._entries.items()}
+        residuals = {name: entry.saved(self._axis) for name, entry in self._entries.items()}
         return {"residuals": residuals, "owner": self._axis.owner(), "step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes = "error") -> None:
@@ -109,63 +95,14 @@ class HookHandle:
                 f"into the same model, attached with the same compressor."
             )
         self._axis.check_owner(state_dict["owner"])
-        states: States = {}
-        for name, (entry, _) in self._entries.items():
-            entry.take(saved[name], self._axis, f"residual of {name}", other_nodes, states)
-        load_states(states)
+        load_residuals(
+            (entry, entry.taken(saved[name], self._axis, f"residual of {name}", other_nodes))
+            for name, entry in self._entries.items()
+        )
         self.step = int(state_dict["step"])
 
 
-class BackwardPass:
-    """The gradients of one backward pass that are under way between nodes; their averages are written at its end.
-
-    Errors are raised when the pass ends: FSDP does not survive an exception in the middle of it.
-    """
-
-    def __init__(self, handle: HookHandle) -> None:
-        self._handle = handle
-        self._has_sent = False
-        self._failure: FlexcommError | None = None
-        self._sent: dict[Bucket, list[Tensor]] = {}
-
-    def send(self, bucket: Bucket, gradients: list[Tensor], *, at_once: bool) -> None:
-        """Exchange gradients in place: until this returns if ``at_once``, else until the backward pass ends."""
-        # With every send: a pass that failed has dropped its callbacks, and left its exchange under way.
-        queue_callback(self._end)
-        if bucket in self._sent:
-            self._handle.exchange.cancel()
-            self._sent = {}
-        self._has_sent = True
-        self._handle.start(bucket, gradients)
-        self._sent[bucket] = gradients
-        if at_once:
-            self._receive()
-
-    def _end(self) -> None:
-        if not self._has_sent:
-            return
-        self._receive()
-        self._has_sent = False
-        self._handle.step += 1
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _receive(self) -> None:
-        """Write what was received over what was sent, zeros if it failed."""
-        sent, self._sent = self._sent, {}
-        if not sent:
-            return
-        try:
-            self._handle.finish(sent)
-        except TransportError:
-            raise
-        except FlexcommError as failure:
-            self._failure = self._failure or failure
-            _zero_(sent)
-
-
-def _zero_(sent: Mapping[Bucket, Sequence[Tensor]]) -> None:
+def zero_(sent: Mapping[Bucket, Sequence[Tensor]]) -> None:
     for gradients in sent.values():
         for gradient in gradients:
             gradient.zero_()

@@ -143,7 +143,7 @@ BENEATH_THE_SURFACE = {
     # It times what a rank computes for a bucket, without a world to send it in.
     "flexdemo/predict/measure.py": {"flexcomm.codec", "flexcomm.kernels"},
     # States become elements and back, once, on the host: by the reference's transform, which nothing else is to use.
-    "flexdemo/checkpoint/residuals.py": {"flexcomm.kernels.reference.transform"},
+    "flexdemo/checkpoint.py": {"flexcomm.kernels.reference.transform"},
 }
 
 

@@ -59,7 +59,7 @@ def momentum_of(model: torch.nn.Module, optimizer: NodeOptimizer, world: World) 
 def _held(param: Tensor, optimizer: NodeOptimizer) -> Tensor:
     """Return the elements this rank remembers of what it holds of a parameter; zeros elsewhere."""
     elements = torch.zeros(local(param).shape)
-    entry = optimizer._node_state._entries[param]["momentum"]  # type: ignore[index]
+    entry = optimizer._entries[param]["momentum"]  # type: ignore[index]
     if entry.shard is not None:
         state = entry.residuals[entry.shard.spec.name]
         kept = elements_of(CpuKernels(1), state, entry.shard.plan)

@@ -9,7 +9,7 @@ from torch import Tensor
 import flexcomm
 from flexcomm import InvalidArgumentError, TensorSpec
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexdemo.checkpoint.residuals import UnshardedTensor
+from flexdemo.checkpoint import UnshardedTensor
 
 SHAPES = {"matrix": (100, 70), "flat": (1000,), "few rows": (3, 70), "stack": (5, 20, 20)}
 # Transformed there and back twice, each time some ten roundings of 2**-24 of the largest, which is below 5.
@@ -22,11 +22,7 @@ def whole(shape: tuple[int, ...], dim: int | None) -> UnshardedTensor:
 
 def saved_by(ranks: int, x: Tensor, kept: UnshardedTensor) -> Tensor:
     """Return what so many ranks would save of ``x``: a row each, zeros at the end."""
-    rows = []
-    for part in kept._parts(ranks):
-        elements = torch.zeros(0) if part is None else kept._elements(x, part)
-        state = torch.zeros(0) if part is None else accumulate(elements, part.plan).reshape(-1)
-        rows.append(state)
+    rows = [torch.zeros(0) if shard is None else accumulate(*shard).reshape(-1) for shard in kept.shards(x, ranks)]
     longest = max(row.numel() for row in rows)
     return torch.stack([torch.nn.functional.pad(row, (0, longest - row.numel())) for row in rows])
 
@@ -37,14 +33,14 @@ def saved_by(ranks: int, x: Tensor, kept: UnshardedTensor) -> Tensor:
 def test_elements_stay_what_they_were(shape: tuple[int, ...], dim: int | None, before: int, after: int) -> None:
     kept, x = whole(shape, dim), torch.randn(shape, generator=torch.Generator().manual_seed(0))
     rows, found = saved_by(before, x, kept), torch.zeros(shape)
-    for rank, part in enumerate(kept._parts(after)):
+    for rank, shard in enumerate(kept.shards(found, after)):
         state = kept.reshard(rows, after, rank)
-        if part is None:
+        if shard is None:
             assert state.numel() == 0
             continue
-        assert tuple(state.shape) == part.plan.state_shape
-        elements = kept._elements(found, part)
-        elements.copy_(restore(state, part.plan).reshape(elements.shape))
+        elements, plan = shard
+        assert tuple(state.shape) == plan.state_shape
+        elements.copy_(restore(state, plan).reshape(elements.shape))
     assert float((found - x).abs().max()) <= ROUNDING
 
 

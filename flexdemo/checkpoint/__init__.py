@@ -1,1 +1,0 @@
-"""Checkpoints: state that differs from node to node, saved with a node axis and loaded by any number of nodes."""
