@@ -14,7 +14,7 @@ import torch
 
 import flexcomm
 from flexcomm.sync.engine import engine_of
-from flexcomm.testing.syncs import require_same_everywhere
+from tests.ranks.sync_laws import require_same_everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable
