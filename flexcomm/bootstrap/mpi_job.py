@@ -14,7 +14,7 @@ import torch
 from flexcomm.errors import DeadlineExceededError, TopologyError, TransportUnavailableError
 from flexcomm.topology import MPI_LAUNCHERS
 from flexcomm.transport.base import Expired
-from flexcomm.transport.mpi_progress import start_request
+from flexcomm.transport.mpi import start_request
 
 if TYPE_CHECKING:
     from types import TracebackType
