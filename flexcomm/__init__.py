@@ -59,7 +59,7 @@ from flexcomm.sync import (
 )
 from flexcomm.topology import Topology
 from flexcomm.transport import Handle, Transport
-from flexcomm.version import __version__
+from flexcomm.versions import __version__
 from flexcomm.world import World, connect, connect_mesh, default_world
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn import Parameter
 
-from flexcomm.torch_versions import missing, private
+from flexcomm.versions import missing, private
 
 # Autograd
 

@@ -41,7 +41,7 @@ REPLACED = {
     "kept": "k, held, or self weight",
     "landing": "staging buffer",
     "lane": "communicator",
-    "ledger": "stats history",
+    "ledger": "stats",
     "leftovers": "stale clusters",
     "letter": "message",
     "lot": "bucket",

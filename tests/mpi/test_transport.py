@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import flexcomm
 from flexcomm import testing
-from flexcomm.bootstrap.mpi_job import barrier_with_timeout
+from flexcomm.bootstrap.job import barrier_with_timeout
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError, TransportError
 from flexcomm.transport import LoopbackTransport, MPITransport
 from flexcomm.transport import mpi as mpi_module
