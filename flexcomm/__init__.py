@@ -6,18 +6,7 @@ between nodes.
 
 from flexcomm import gossip
 from flexcomm.codec import plan_tensor
-from flexcomm.compress import (
-    Compressor,
-    Pipeline,
-    TensorSpec,
-    demo,
-    dense,
-    random_k,
-    sign,
-    striding,
-    threshold,
-    top_k,
-)
+from flexcomm.compress import Compressor, Pipeline, TensorSpec, demo, dense, random_k, sign, striding, threshold, top_k
 from flexcomm.errors import (
     CompressorError,
     ConfigMismatchError,

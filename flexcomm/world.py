@@ -20,6 +20,7 @@ from flexcomm.errors import ConfigMismatchError, TopologyError, TransportUnavail
 from flexcomm.stats import SyncRecord
 from flexcomm.topology import (
     RANKS_PER_NODE_VARIABLE,
+    Members,
     RankInfo,
     Topology,
     arrange,
@@ -258,10 +259,10 @@ def assemble(
             "native backend": native_backend(),
         }
     )
-    if ranks_per_node is not None:
-        members = blocks(rank_info.size, ranks_per_node)
-    else:
+    if ranks_per_node is None:
         members = find_members(rank_info, control, factory.comm)
+    else:
+        members = blocks(rank_info.size, ranks_per_node)
     topology = Topology(rank_info.rank, members, rank_info.launcher)
     check_passed_transports(topology, intra, inter, control)
     # `ranks_per_node` may split a host into several nodes, whose local ranks must not meet on one device.
@@ -274,10 +275,7 @@ def assemble(
         device,
         consistency,
         factory.closers,
-        _clones=(
-            lambda: factory.clone(intra, topology.members),
-            lambda: factory.clone(inter, topology.inter_groups),
-        ),
+        _clones=(lambda: factory.clone(intra, topology.members), lambda: factory.clone(inter, topology.inter_groups)),
         _passed={leg: one for leg, one in (("intra", intra), ("inter", inter)) if not isinstance(one, str)},
     )
     log.info("%r", world)
@@ -299,9 +297,8 @@ def check_passed_transports(
         if (one.rank, one.size) != (rank, size)
     ]
     # A rank that raised alone would leave the others waiting in the next group that is made.
-    counts = control.all_gather(torch.tensor([len(wrong)])).wait().view(-1).tolist()
-    ranks = [rank for rank, count in enumerate(counts) if count]
-    if ranks:
+    counts = control.all_gather(torch.tensor(len(wrong))).wait()
+    if ranks := counts.nonzero().view(-1).tolist():
         said = "; ".join(wrong) or f"the transports passed on ranks {ranks[:16]} do not join the ranks they must"
         raise TopologyError(
             f"rank {topology.rank}: {said}. intra joins the ranks of a node by local rank, inter those of equal local "
@@ -376,13 +373,18 @@ def read_rank_info() -> RankInfo:
     return rank_info
 
 
-def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | None) -> tuple[tuple[int, ...], ...]:
+def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | None) -> Members:
     """Return the ranks of every node, from the launcher; from MPI, where the launcher does not tell."""
-    members = arrange(gather_rank_infos(rank_info, control))
+
+    def gather_and_arrange(*place: int | None) -> Members | None:
+        mine = torch.tensor([UNKNOWN if number is None else number for number in place])
+        rows = control.all_gather(mine).wait().tolist()
+        places = [[None if number == UNKNOWN else number for number in row] for row in rows]
+        return arrange([RankInfo(rank_info.launcher, rank, len(rows), *row) for rank, row in enumerate(places)])
+
+    members = gather_and_arrange(rank_info.node, rank_info.local_rank, rank_info.local_size)
     if members is None and comm is not None:
-        node, local_rank, local_size = place_in_shared_memory(comm)
-        by_mpi = replace(rank_info, node=node, local_rank=local_rank, local_size=local_size)
-        members = arrange(gather_rank_infos(by_mpi, control))
+        members = gather_and_arrange(*place_in_shared_memory(comm))
     if members is None:
         raise TopologyError(
             f"{rank_info.launcher} started rank {rank_info.rank} of {rank_info.size}, but did not tell which ranks "
@@ -390,14 +392,3 @@ def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | 
             f"ranks_per_node= to flexcomm.connect, set LOCAL_RANK and LOCAL_WORLD_SIZE, or install mpi4py under mpirun."
         )
     return members
-
-
-def gather_rank_infos(rank_info: RankInfo, control: Transport) -> list[RankInfo]:
-    """Return the rank infos of all ranks, by rank."""
-    place = (rank_info.node, rank_info.local_rank, rank_info.local_size)
-    mine = torch.tensor([UNKNOWN if number is None else number for number in place])
-    rows = control.all_gather(mine).wait().tolist()
-    return [
-        RankInfo(rank_info.launcher, rank, len(rows), *(None if number == UNKNOWN else number for number in row))
-        for rank, row in enumerate(rows)
-    ]

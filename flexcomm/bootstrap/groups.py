@@ -12,7 +12,7 @@ from flexcomm.bootstrap.job import barrier_with_timeout, start_torch
 from flexcomm.device import HOST, KINDS, find_native, native_backend
 from flexcomm.errors import InvalidArgumentError, TransportUnavailableError
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
-from flexcomm.transport.base import check_has_verbs
+from flexcomm.transport.base import PROPERTIES, VERBS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,13 @@ _users_of_default_group = 0
 def check_transport_argument(leg: str, kind: TransportName | Transport) -> None:
     """Raise unless ``kind`` names a transport that this machine has, or is one."""
     if not isinstance(kind, str):
-        check_has_verbs(leg, kind)
+        missing = [name for name in PROPERTIES if not hasattr(kind, name)]
+        missing += [verb for verb in VERBS if not callable(getattr(kind, verb, None))]
+        if missing:
+            raise InvalidArgumentError(
+                f"{leg}={kind!r} is neither the name of a transport nor a transport: it has no {', '.join(missing)}. "
+                f"See flexcomm.Transport, and hold yours to flexcomm.testing.check_transport."
+            )
         return
     if kind not in get_args(TransportName):
         raise InvalidArgumentError(

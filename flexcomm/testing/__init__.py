@@ -9,11 +9,4 @@ from flexcomm.testing.compressors import COMPRESSOR_LAWS, check_compressor
 from flexcomm.testing.kernels import KERNEL_LAWS, check_kernels
 from flexcomm.testing.transports import TRANSPORT_LAWS, check_transport
 
-__all__ = [
-    "COMPRESSOR_LAWS",
-    "KERNEL_LAWS",
-    "TRANSPORT_LAWS",
-    "check_compressor",
-    "check_kernels",
-    "check_transport",
-]
+__all__ = ["COMPRESSOR_LAWS", "KERNEL_LAWS", "TRANSPORT_LAWS", "check_compressor", "check_kernels", "check_transport"]

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from flexcomm.errors import DeadlineExceededError, InvalidArgumentError
+from flexcomm.errors import DeadlineExceededError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -96,19 +96,8 @@ class Transport(Protocol):
         ...
 
 
-_VERBS = ("all_gather", "all_gatherv", "all_reduce", "reduce_scatter", "broadcast", "send_recv", "barrier")
-_PROPERTIES = ("name", "rank", "size", "timeout_s")
-
-
-def check_has_verbs(leg: str, transport: object) -> None:
-    """Raise unless an object that was passed for a leg has what :class:`Transport` has."""
-    missing = [name for name in _PROPERTIES if not hasattr(transport, name)]
-    missing += [verb for verb in _VERBS if not callable(getattr(transport, verb, None))]
-    if missing:
-        raise InvalidArgumentError(
-            f"{leg}={transport!r} is neither the name of a transport nor a transport: it has no {', '.join(missing)}. "
-            f"See flexcomm.Transport, and hold yours to flexcomm.testing.check_transport."
-        )
+VERBS = ("all_gather", "all_gatherv", "all_reduce", "reduce_scatter", "broadcast", "send_recv", "barrier")
+PROPERTIES = ("name", "rank", "size", "timeout_s")
 
 
 def describe_transport(transport: Transport) -> str:

@@ -28,7 +28,7 @@ import torch
 from flexcomm.device import accelerator, current_device, synchronize_stream
 from flexcomm.errors import InvalidTensorError, TransportError
 from flexcomm.transport.base import Expired
-from flexcomm.transport.staging import BufferTransport, as_bytes
+from flexcomm.transport.staging import REDUCIBLE, BufferTransport, as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,18 +55,6 @@ MPI's own gather of 4 MB among four nodes used 57 % of links of 100 Mbit/s, wher
 _MOST_RINGS = 1 << 13
 """Rings that may be under way before one has the tags of another; MPI promises tags up to 2**15 - 1, 0 is taken."""
 
-NUMBERS = {
-    torch.float64: "DOUBLE",
-    torch.float32: "FLOAT",
-    torch.bfloat16: "UINT16_T",
-    torch.float16: "UINT16_T",
-    torch.int64: "INT64_T",
-    torch.int32: "INT32_T",
-    torch.int8: "INT8_T",
-    torch.uint8: "UINT8_T",
-}
-"""MPI's datatypes of numbers that are added; 16-bit floats travel as integers, see :func:`sum_of`."""
-
 log = logging.getLogger(__name__)
 
 
@@ -92,8 +80,9 @@ class MPITransport(BufferTransport):
 
     def _start_all_gather(self, source: Tensor, buffer: Tensor) -> MPIRequest:
         if self.size > 2 and source.nbytes >= _SHORTEST_IN_A_RING:
-            return self._start_chains(self._rings(source, buffer), source, buffer)
-        return self._start(lambda: self._comm.Iallgather(moved(source), moved(buffer, parts=self.size)), source, buffer)
+            return self._start((source, buffer), *self._rings(source, buffer))
+        own, parts = moved(source), moved(buffer, parts=self.size)
+        return self._start((source, buffer), once(lambda: self._comm.Iallgather(own, parts)))
 
     def _rings(self, source: Tensor, buffer: Tensor) -> list[Chain]:
         """Return two rings, one for each half of what is gathered: while one waits for a message, the other sends."""
@@ -113,38 +102,33 @@ class MPITransport(BufferTransport):
 
     def _start_all_gatherv(self, source: Tensor, buffer: Tensor, counts: Sequence[int]) -> MPIRequest:
         memory, (count,), unit = moved_parts(source, [source.numel()])
-        return self._start(
-            lambda: self._comm.Iallgatherv((memory, count, unit), moved_parts(buffer, counts)), source, buffer
-        )
+        own, parts = (memory, count, unit), moved_parts(buffer, counts)
+        return self._start((source, buffer), once(lambda: self._comm.Iallgatherv(own, parts)))
 
     def _start_all_reduce(self, buffer: Tensor) -> MPIRequest:
         from mpi4py import MPI
 
-        return self._start(lambda: self._comm.Iallreduce(MPI.IN_PLACE, summed(buffer), sum_of(buffer.dtype)), buffer)
+        total, add = summed(buffer), sum_of(buffer.dtype)
+        return self._start((buffer,), once(lambda: self._comm.Iallreduce(MPI.IN_PLACE, total, add)))
 
     def _start_reduce_scatter(self, source: Tensor, buffer: Tensor) -> MPIRequest:
         parts, own, add = summed(source, parts=self.size), summed(buffer), sum_of(source.dtype)
-        return self._start(lambda: self._comm.Ireduce_scatter_block(parts, own, add), source, buffer)
+        return self._start((source, buffer), once(lambda: self._comm.Ireduce_scatter_block(parts, own, add)))
 
     def _start_broadcast(self, buffer: Tensor, root: int) -> MPIRequest:
-        return self._start(lambda: self._comm.Ibcast(moved(buffer), root), buffer)
+        return self._start((buffer,), once(lambda: self._comm.Ibcast(moved(buffer), root)))
 
     def _start_send_recv(self, sources: Messages, buffers: Messages) -> MPIRequest:
-        return self._start(
-            lambda: [
-                *(self._comm.Irecv(moved(buffer), peer) for peer, buffer in buffers),
-                *(self._comm.Isend(moved(source), peer) for peer, source in sources),
-            ],
-            *(x for _, x in (*sources, *buffers)),
-        )
+        def start() -> list[MPI.Request]:
+            receives = [self._comm.Irecv(moved(buffer), peer) for peer, buffer in buffers]
+            return receives + [self._comm.Isend(moved(source), peer) for peer, source in sources]
+
+        return self._start([x for _, x in (*sources, *buffers)], once(start))
 
     def _start_barrier(self) -> MPIRequest:
-        return self._start(self._comm.Ibarrier)
+        return self._start((), once(self._comm.Ibarrier))
 
-    def _start(self, start: Callable[[], MPI.Request | list[MPI.Request]], *buffers: Tensor) -> MPIRequest:
-        return self._start_chains([once(start)], *buffers)
-
-    def _start_chains(self, chains: Sequence[Chain], *buffers: Tensor) -> MPIRequest:
+    def _start(self, buffers: Sequence[Tensor], *chains: Chain) -> MPIRequest:
         """Start work on complete buffers: MPI knows no streams, and would read what a copy has yet to write."""
         from mpi4py import MPI
 
@@ -278,25 +262,18 @@ def moved_parts(flat: Tensor, counts: Sequence[int]) -> tuple[MPI.buffer, list[i
 
 def summed(flat: Tensor, parts: int = 1) -> BufferSpec:
     """Return ``flat`` as a buffer of numbers, for verbs that add."""
-    return buffer_spec(flat, flat.numel() // parts, NUMBERS[flat.dtype])
+    return buffer_spec(flat, flat.numel() // parts, REDUCIBLE[flat.dtype])
 
 
 def buffer_spec(flat: Tensor, count: int, datatype: str) -> BufferSpec:
     from mpi4py import MPI
 
-    if count > LARGEST_COUNT and not counts_are_large():
+    if count > LARGEST_COUNT and MPI.Get_version() < (4, 0):
         raise InvalidTensorError(
             f"a {flat.dtype} tensor of {flat.numel()} elements needs a count of {count}, and this MPI, older than MPI "
             f"4, counts to {LARGEST_COUNT}. Split the tensor, or use an MPI of version 4 or later (MPICH 4.1+)."
         )
     return MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes), count, getattr(MPI, datatype)
-
-
-@cache
-def counts_are_large() -> bool:
-    from mpi4py import MPI
-
-    return MPI.Get_version() >= (4, 0)
 
 
 @cache

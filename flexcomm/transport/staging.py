@@ -18,16 +18,17 @@ from flexcomm.device import is_supported, may_pin_for, supported_names, synchron
 from flexcomm.errors import InvalidTensorError, TransportError
 from flexcomm.transport.base import Finished, Handle, Messages, Operation, Request, Transport
 
-REDUCIBLE = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-)
+REDUCIBLE = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.bfloat16: "UINT16_T",
+    torch.float16: "UINT16_T",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+"""What verbs can add, and as what MPI moves it; it has no 16-bit floats."""
 
 
 class StagingBuffer(NamedTuple):
