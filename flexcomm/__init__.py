@@ -6,18 +6,7 @@ between nodes.
 
 from flexcomm import gossip
 from flexcomm.codec import plan_tensor
-from flexcomm.compress import (
-    Compressor,
-    Pipeline,
-    TensorSpec,
-    demo,
-    dense,
-    random_k,
-    sign,
-    striding,
-    threshold,
-    top_k,
-)
+from flexcomm.compress import Compressor, Pipeline, TensorSpec, demo, dense, random_k, sign, striding, threshold, top_k
 from flexcomm.errors import (
     CompressorError,
     ConfigMismatchError,
@@ -59,7 +48,7 @@ from flexcomm.sync import (
 )
 from flexcomm.topology import Topology
 from flexcomm.transport import Handle, Transport
-from flexcomm.version import __version__
+from flexcomm.versions import __version__
 from flexcomm.world import World, connect, connect_mesh, default_world
 
 __all__ = [

@@ -37,10 +37,6 @@ class DeviceKind:
     profiler_range: Callable[[str], AbstractContextManager[object]] | None = None
 
 
-def _nvtx_range(name: str) -> AbstractContextManager[object]:
-    return torch.cuda.nvtx.range(name)
-
-
 HOST = DeviceKind("cpu", kernels="cpu", backend="gloo", has_streams=False, has_pinned_memory=False)
 KINDS = {
     kind.name: kind
@@ -52,7 +48,7 @@ KINDS = {
             backend="nccl",
             has_streams=True,
             has_pinned_memory=True,
-            profiler_range=_nvtx_range,
+            profiler_range=torch.cuda.nvtx.range,
         ),
     )
 }

@@ -1,13 +1,12 @@
-"""Statistics of synchronisations, one by one and in total, and the ranges that profilers show of them."""
+"""What a synchronisation costs, and the ranges that profilers show of it."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,8 +15,6 @@ import torch
 from flexcomm.device import accelerator
 
 Phase = Literal["encode", "intra", "inter", "decode", "waiting"]
-
-_REMEMBERED = 256
 
 
 @dataclass
@@ -69,15 +66,20 @@ class SyncRecord:
 
 
 class Timed:
-    """A block whose seconds are added to a phase of a record, and which profilers show.
+    """A block whose seconds are added to a phase of a record, and which profilers show as ``flexcomm.phase``.
 
-    Not a generator: those cost more than what a small call does.
+    Not a generator: those cost more than what a small call does. Entering a range at which nobody looks is not free
+    either, so there is none unless torch's profiler is on, or a GPU's vendor has tools that may be.
     """
 
     def __init__(self, record: SyncRecord, phase: Phase) -> None:
         self._record, self._phase = record, phase
-        is_watched = _vendor_range() is not None or getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-        self._range = profiler_range(phase) if is_watched else None
+        self._range: AbstractContextManager[object] | None = None
+        # Private, and nothing public tells: torch's own range costs 100 times as much as asking. If it is gone, record.
+        if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+            self._range = torch.profiler.record_function(f"flexcomm.{phase}")
+        elif (vendor_range := _vendor_range()) is not None:
+            self._range = vendor_range(f"flexcomm.{phase}")
 
     def __enter__(self) -> None:
         if self._range is not None:
@@ -92,32 +94,7 @@ class Timed:
             self._range.__exit__(kind, error, trace)
 
 
-@dataclass
-class StatsHistory:
-    """The sum of all synchronisations of a world, and the last ones one by one."""
-
-    total: SyncRecord = field(default_factory=SyncRecord)
-    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-
-    def add(self, record: SyncRecord, **remarks: Any) -> None:
-        """Add a synchronisation; ``remarks`` are remembered with it, not added."""
-        self.total.add(record)
-        self.recent.append({**remarks, **record.as_dict()})
-
-
-def profiler_range(name: str) -> AbstractContextManager[object] | None:
-    """Return a block that torch's profiler or, with a GPU, its vendor's tools show as ``flexcomm.name``.
-
-    None where nobody looks: entering and leaving a block that does nothing is not free.
-    """
-    # Private, and nothing public tells: torch's own range costs 100 times as much as asking. If it is gone, record.
-    if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
-        return torch.profiler.record_function(f"flexcomm.{name}")
-    vendor_range = _vendor_range()
-    return None if vendor_range is None else vendor_range(f"flexcomm.{name}")
-
-
-@lru_cache(maxsize=1)
+@cache
 def _vendor_range() -> Callable[[str], AbstractContextManager[object]] | None:
     kind = accelerator()
     return None if kind is None else kind.profiler_range

@@ -1,8 +1,7 @@
 """Rank, node and local rank, from what the launcher announced. Nothing here communicates.
 
 A launcher tells each rank about itself only: :func:`read_launcher`. ``flexcomm.connect`` gathers what all ranks were
-told and hands it to :func:`arrange`, which finds out which ranks share a node, and whether all nodes hold the same
-number of them.
+told and hands it to :func:`arrange`, which finds out which ranks share a node.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby, pairwise
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +19,7 @@ from flexcomm.errors import TopologyError
 
 RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"
 """Overrides what the launcher says, for programs whose source cannot be changed."""
+Members = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,24 @@ class Topology:
     """The place of one rank among all: ``members[node][local_rank]`` is a rank."""
 
     rank: int
-    members: tuple[tuple[int, ...], ...]
+    members: Members
     launcher: str
 
     def __post_init__(self) -> None:
-        check_members(self.members)
-        if self.rank not in chain.from_iterable(self.members):
+        counts = [len(ranks) for ranks in self.members]
+        if len(set(counts)) != 1 or counts[0] == 0:
+            shown = ", ".join(f"node {node}: {count}" for node, count in enumerate(counts[:16]))
+            more = f", and {len(counts) - 16} nodes more" if len(counts) > 16 else ""
+            raise TopologyError(
+                f"nodes hold different numbers of ranks: {shown}{more}. Rank i of every node is paired with "
+                f"rank i of the others, so start the same number on each (mpirun --map-by ppr:N:node, mpirun -ppn N, "
+                f"torchrun --nproc-per-node N, srun --ntasks-per-node N)."
+            )
+        times = Counter(chain.from_iterable(self.members))
+        repeated = [rank for rank, count in times.items() if count > 1]
+        if repeated:
+            raise TopologyError(f"ranks {repeated} stand on more than one node or twice on one: {self.members}.")
+        if self.rank not in times:
             raise TopologyError(f"rank {self.rank} is on no node of {self.members}.")
 
     @property
@@ -55,7 +68,7 @@ class Topology:
         return self.members[self.node].index(self.rank)
 
     @property
-    def inter_groups(self) -> tuple[tuple[int, ...], ...]:
+    def inter_groups(self) -> Members:
         """The ranks of equal local rank: ``inter_groups[local_rank][node]``."""
         return tuple(zip(*self.members, strict=True))
 
@@ -78,9 +91,8 @@ class RankInfo:
     local_size: int | None = None
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """The variables in which a launcher announces a rank's place; the first that is set counts."""
+class Launcher(NamedTuple):
+    """The variables in which a launcher announces a rank's place; of several, the first that is set counts."""
 
     name: str
     rank: tuple[str, ...]
@@ -133,7 +145,9 @@ def read_launcher(environ: Mapping[str, str]) -> RankInfo:
     if "TORCHELASTIC_RUN_ID" in environ:
         return rank_info_from(TORCHRUN, environ)
     openmpi, pmi = (rank_info_if_any(launcher, environ) for launcher in (OPENMPI, PMI))
-    slurm = read_slurm_step(environ)
+    # A batch script outside `srun` has the job's variables, but is one process.
+    is_slurm_step = "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
+    slurm = rank_info_from(SLURM, environ) if is_slurm_step else None
     # `srun --mpi=pmi2` sets PMI_* too, and Slurm then knows more. Hydra, whose proxies srun may start, tells them.
     if pmi and slurm and pmi.local_rank is None and (pmi.rank, pmi.size) == (slurm.rank, slurm.size):
         pmi = None
@@ -169,32 +183,25 @@ def rank_info_if_any(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo
 
 
 def rank_info_from(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:
-    """Return what ``launcher`` announced; raise unless it is complete and possible."""
-    rank, size = (first_number(names, environ) for names in (launcher.rank, launcher.size))
+    """Return what ``launcher`` announced; raise unless it is complete, and can be true."""
+    rank, size, node, local_rank, local_size = (first_number(names, environ) for names in launcher[1:])
+    seen = ", ".join(f"{name}={environ[name]}" for name in chain(*launcher[1:]) if name in environ)
     if rank is None or size is None:
         missing = [*(launcher.rank if rank is None else ()), *(launcher.size if size is None else ())]
         raise TopologyError(
-            f"{launcher.name} announced only part of this rank's place: {seen(launcher, environ) or 'nothing'}, but "
-            f"not {' and '.join(missing)}. Start the program through the launcher itself, or unset the variables above."
+            f"{launcher.name} announced only part of this rank's place: {seen or 'nothing'}, but not "
+            f"{' and '.join(missing)}. Start the program through the launcher itself, or unset the variables above."
         )
-    node, local_rank, local_size = (
-        first_number(names, environ) for names in (launcher.node, launcher.local_rank, launcher.local_size)
-    )
-    found = RankInfo(launcher.name, rank, size, node, local_rank, local_size)
-    check_possible(found, seen(launcher, environ))
-    return found
-
-
-def read_slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
-    """Return what ``srun`` says; a batch script outside ``srun`` has the job's variables, but is one process."""
-    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
-        return None
-    found = rank_info_from(SLURM, environ)
-    tasks = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if found.node is not None and found.node < len(tasks):
-        found = replace(found, local_size=tasks[found.node])
-        check_possible(found, f"{seen(SLURM, environ)}, SLURM_STEP_TASKS_PER_NODE={tasks}")
-    return found
+    if launcher is SLURM:
+        tasks = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        seen += f", SLURM_STEP_TASKS_PER_NODE={tasks}"
+        local_size = tasks[node] if node is not None and node < len(tasks) else None
+    if not (rank < size and (local_rank or 0) < (size if local_size is None else local_size) <= size):
+        raise TopologyError(
+            f"{launcher.name} announced an impossible place: {seen}. A rank is below its size, and a node holds no "
+            f"more ranks than there are. Variables of an outer launcher or an earlier run may be left over: unset them."
+        )
+    return RankInfo(launcher.name, rank, size, node, local_rank, local_size)
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
@@ -214,40 +221,7 @@ def first_number(names: Sequence[str], environ: Mapping[str, str]) -> int | None
     return None
 
 
-def seen(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    names = launcher.rank + launcher.size + launcher.node + launcher.local_rank + launcher.local_size
-    return ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-
-
-def check_possible(found: RankInfo, evidence: str) -> None:
-    """Raise unless the numbers of one rank can be true together."""
-    local_size = found.local_size if found.local_size is not None else found.size
-    local_rank = found.local_rank if found.local_rank is not None else 0
-    if not (found.rank < found.size and local_rank < local_size <= found.size):
-        raise TopologyError(
-            f"{found.launcher} announced an impossible place: {evidence}. A rank is below its size, and a node holds "
-            f"no more ranks than there are. Variables of an outer launcher or an earlier run may be left over: unset "
-            f"them."
-        )
-
-
-def check_members(members: Sequence[Sequence[int]]) -> None:
-    """Raise unless every node holds the same number of ranks and no rank stands twice."""
-    counts = [len(ranks) for ranks in members]
-    if len(set(counts)) != 1 or counts[0] == 0:
-        shown = ", ".join(f"node {node}: {count}" for node, count in enumerate(counts[:16]))
-        more = f", and {len(counts) - 16} nodes more" if len(counts) > 16 else ""
-        raise TopologyError(
-            f"nodes hold different numbers of ranks: {shown}{more}. Rank i of every node is paired with "
-            f"rank i of the others, so start the same number on each (mpirun --map-by ppr:N:node, mpirun -ppn N, "
-            f"torchrun --nproc-per-node N, srun --ntasks-per-node N)."
-        )
-    repeated = [rank for rank, times in Counter(chain.from_iterable(members)).items() if times > 1]
-    if repeated:
-        raise TopologyError(f"ranks {repeated} stand on more than one node or twice on one: {members}.")
-
-
-def blocks(size: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
+def blocks(size: int, ranks_per_node: int) -> Members:
     """Return nodes of ``ranks_per_node`` consecutive ranks."""
     if ranks_per_node < 1 or size % ranks_per_node:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -258,7 +232,7 @@ def blocks(size: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(start, start + ranks_per_node)) for start in range(0, size, ranks_per_node))
 
 
-def arrange(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...] | None:
+def arrange(rank_infos: Sequence[RankInfo]) -> Members | None:
     """Return the ranks of every node, from what all ranks were told; ``None`` where only an MPI can tell.
 
     ``rank_infos[rank]`` is that rank's. Where nodes are numbered, ranks may lie on them in any order. Where they are
@@ -267,38 +241,30 @@ def arrange(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...] | Non
     """
     if any(one.local_rank is None for one in rank_infos):
         return None
-    is_numbered = all(one.node is not None for one in rank_infos)
-    members = members_by_number(rank_infos) if is_numbered else members_in_blocks(rank_infos)
-    if members is not None:
-        check_members(members)
-    return members
-
-
-def members_by_number(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
-    by_node: dict[int, list[RankInfo]] = {}
-    for one in rank_infos:
-        by_node.setdefault(one.node or 0, []).append(one)
-    for node, some in sorted(by_node.items()):
-        some.sort(key=lambda one: one.local_rank or 0)
-        local_ranks = [one.local_rank for one in some]
-        if local_ranks != list(range(len(some))):
-            raise TopologyError(
-                f"the ranks of node {node} announced local ranks {local_ranks}; needed were 0 to {len(some) - 1}, each "
-                f"once. If several launchers run on one host, give each a node number of its own."
-            )
-    return tuple(tuple(one.rank for one in some) for _, some in sorted(by_node.items()))
-
-
-def members_in_blocks(rank_infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...] | None:
+    if all(one.node is not None for one in rank_infos):
+        return members_by_number(rank_infos)
     starts = [one.rank for one in rank_infos if one.local_rank == 0]
-    ends = [*starts[1:], len(rank_infos)]
-    members = tuple(tuple(range(start, end)) for start, end in zip(starts, ends, strict=True))
+    members = tuple(tuple(range(*ends)) for ends in pairwise([*starts, len(rank_infos)]))
     in_blocks = bool(starts) and all(
         rank_infos[rank].local_rank == place and rank_infos[rank].local_size == len(ranks)
         for ranks in members
         for place, rank in enumerate(ranks)
     )
     return members if in_blocks else None
+
+
+def members_by_number(rank_infos: Sequence[RankInfo]) -> Members:
+    by_place = sorted(rank_infos, key=lambda one: (one.node or 0, one.local_rank or 0))
+    members = []
+    for node, some in groupby(by_place, key=lambda one: one.node):
+        ranks, local_ranks = zip(*((one.rank, one.local_rank) for one in some), strict=True)
+        if local_ranks != tuple(range(len(ranks))):
+            raise TopologyError(
+                f"the ranks of node {node} announced local ranks {list(local_ranks)}; needed were 0 to "
+                f"{len(ranks) - 1}, each once. If several launchers run on one host, give each a node of its own."
+            )
+        members.append(ranks)
+    return tuple(members)
 
 
 def from_mesh(mesh: DeviceMesh, *, rank: int, inter: str, intra: str) -> Topology:

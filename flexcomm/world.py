@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Self
@@ -13,12 +14,13 @@ import torch.distributed as dist
 
 from flexcomm.bootstrap.consistency import ConsistencyCheck
 from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport_argument
-from flexcomm.bootstrap.mpi_job import abort_job_if_mpi_is_started, join_mpi_job, place_in_shared_memory
-from flexcomm.device import current_device, native_backend, own_device
+from flexcomm.bootstrap.job import abort_job_if_mpi_is_started, join_mpi_job, place_in_shared_memory
+from flexcomm.device import backend_for, current_device, native_backend, own_device
 from flexcomm.errors import ConfigMismatchError, TopologyError, TransportUnavailableError
-from flexcomm.stats import StatsHistory
+from flexcomm.stats import SyncRecord
 from flexcomm.topology import (
     RANKS_PER_NODE_VARIABLE,
+    Members,
     RankInfo,
     Topology,
     arrange,
@@ -27,19 +29,16 @@ from flexcomm.topology import (
     from_mesh,
     read_launcher,
 )
-from flexcomm.torch_versions import log_untested_version
 from flexcomm.transport import LoopbackTransport
 from flexcomm.transport.base import describe_transport
-from flexcomm.version import __version__
+from flexcomm.versions import __version__, log_untested_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
 
     from mpi4py import MPI
     from torch.distributed.device_mesh import DeviceMesh
 
-    from flexcomm.stats import SyncRecord
     from flexcomm.transport import Transport
 
 TIMEOUT_S = 300.0
@@ -52,11 +51,10 @@ log = logging.getLogger(__name__)
 class World:
     """All ranks of a job.
 
-    ``intra`` joins the ranks of this node, ``inter`` those that hold this local rank on every node.
-
-    ``control`` joins all ranks through host memory, for settings and outcomes. A ``with`` block
-    closes the world at its end; after an exception it leaves that to the end of the process, because closing takes all
-    ranks and the others may be waiting elsewhere.
+    ``intra`` joins the ranks of this node, ``inter`` those that hold this local rank on every node. ``control`` joins
+    all ranks through host memory, for settings and outcomes. A ``with`` block closes the world at its end; after an
+    exception it leaves that to the end of the process, because closing takes all ranks and the others may be waiting
+    elsewhere.
     """
 
     topology: Topology
@@ -66,8 +64,10 @@ class World:
     device: torch.device
     _consistency: ConsistencyCheck
     _closers: list[Callable[[], None]] = field(default_factory=list)
-    _history: StatsHistory = field(default_factory=StatsHistory)
-    _clone: Callable[[], tuple[Transport, Transport]] | None = None
+    _total: SyncRecord = field(default_factory=SyncRecord)
+    _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=256))
+    _clones: tuple[Callable[[], Transport], Callable[[], Transport]] | None = None
+    """Make a second transport for ``intra`` and for ``inter``."""
     _passed: Mapping[str, Transport] = field(default_factory=dict)
     """Transports that the user passed, by leg; only those with a ``clone()`` can be cloned."""
 
@@ -92,15 +92,16 @@ class World:
 
     def stats(self) -> dict[str, float]:
         """Return what all synchronisations of this rank came to: bytes, seconds, collectives."""
-        return self._history.total.as_dict()
+        return self._total.as_dict()
 
     def recent_syncs(self) -> list[dict[str, float]]:
         """Return the statistics of the last 256 synchronisations, one by one."""
-        return list(self._history.recent)
+        return list(self._recent)
 
     def add_stats(self, record: SyncRecord, **remarks: int) -> None:
-        """Add a synchronisation to the statistics."""
-        self._history.add(record, **remarks)
+        """Add a synchronisation to the statistics; ``remarks`` are remembered with it."""
+        self._total.add(record)
+        self._recent.append({**remarks, **record.as_dict()})
 
     def node_only(self) -> World:
         """Return this rank's node as a world of its own, with the same statistics; it ends with this one.
@@ -109,12 +110,12 @@ class World:
         """
         inter = LoopbackTransport(self.inter.timeout_s)
         topology = replace(self.topology, members=(self.topology.members[self.topology.node],))
-        return replace(self, topology=topology, inter=inter, _closers=[], _clone=None)
+        return replace(self, topology=topology, inter=inter, _closers=[], _clones=None)
 
     @property
     def can_clone_groups(self) -> bool:
         """Whether :meth:`clone_groups` is possible: not for a part of a world, or a transport without ``clone()``."""
-        return self._clone is not None and all(hasattr(transport, "clone") for transport in self._passed.values())
+        return self._clones is not None and all(hasattr(transport, "clone") for transport in self._passed.values())
 
     def clone_groups(self) -> World:
         """Return the same ranks with process groups (communicators) of their own; they end with this world.
@@ -126,7 +127,7 @@ class World:
             TransportUnavailableError: a transport that was passed has no ``clone()``.
 
         """
-        if self._clone is None:
+        if self._clones is None:
             raise TopologyError(
                 "the groups of a part of a world cannot be cloned: call clone_groups() on the whole world."
             )
@@ -138,7 +139,7 @@ class World:
                     f"same ranks, with the same rank and size, whose collectives are independent of the first one's; "
                     f"all ranks call it together."
                 )
-        intra, inter = self._clone()
+        intra, inter = (clone() for clone in self._clones)
         return replace(self, intra=intra, inter=inter, _closers=[])
 
     def with_transports(
@@ -151,13 +152,13 @@ class World:
             control: returns what is used in place of ``control``.
 
         """
-        new_inter, new_control = inter(self.inter), control(self.control)
+        new_control, clones = control(self.control), self._clones
         return replace(
             self,
-            inter=new_inter,
+            inter=inter(self.inter),
             control=new_control,
             _consistency=ConsistencyCheck(new_control),
-            _clone=None if self._clone is None else cloning(self._clone, inter),
+            _clones=None if clones is None else (clones[0], lambda: inter(clones[1]())),
         )
 
     def at_close(self, closer: Callable[[], None]) -> None:
@@ -171,23 +172,9 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-
-
-def cloning(
-    clone: Callable[[], tuple[Transport, Transport]], inter: Callable[[Transport], Transport]
-) -> Callable[[], tuple[Transport, Transport]]:
-    """Return ``clone``, with ``inter`` of the second transport that it makes."""
-
-    def clone_both() -> tuple[Transport, Transport]:
-        intra_clone, inter_clone = clone()
-        return intra_clone, inter(inter_clone)
-
-    return clone_both
 
 
 def close_all(closers: list[Callable[[], None]]) -> None:
@@ -272,10 +259,10 @@ def assemble(
             "native backend": native_backend(),
         }
     )
-    if ranks_per_node is not None:
-        members = blocks(rank_info.size, ranks_per_node)
-    else:
+    if ranks_per_node is None:
         members = find_members(rank_info, control, factory.comm)
+    else:
+        members = blocks(rank_info.size, ranks_per_node)
     topology = Topology(rank_info.rank, members, rank_info.launcher)
     check_passed_transports(topology, intra, inter, control)
     # `ranks_per_node` may split a host into several nodes, whose local ranks must not meet on one device.
@@ -288,10 +275,7 @@ def assemble(
         device,
         consistency,
         factory.closers,
-        _clone=lambda: (
-            factory.clone(intra, topology.members),
-            factory.clone(inter, topology.inter_groups),
-        ),
+        _clones=(lambda: factory.clone(intra, topology.members), lambda: factory.clone(inter, topology.inter_groups)),
         _passed={leg: one for leg, one in (("intra", intra), ("inter", inter)) if not isinstance(one, str)},
     )
     log.info("%r", world)
@@ -313,9 +297,8 @@ def check_passed_transports(
         if (one.rank, one.size) != (rank, size)
     ]
     # A rank that raised alone would leave the others waiting in the next group that is made.
-    counts = control.all_gather(torch.tensor([len(wrong)])).wait().view(-1).tolist()
-    ranks = [rank for rank, count in enumerate(counts) if count]
-    if ranks:
+    counts = control.all_gather(torch.tensor(len(wrong))).wait()
+    if ranks := counts.nonzero().view(-1).tolist():
         said = "; ".join(wrong) or f"the transports passed on ranks {ranks[:16]} do not join the ranks they must"
         raise TopologyError(
             f"rank {topology.rank}: {said}. intra joins the ranks of a node by local rank, inter those of equal local "
@@ -352,21 +335,23 @@ def connect_mesh(
     if topology.rank == 0:
         log_untested_version()
     factory = GroupFactory(RankInfo("mesh", dist.get_rank(), dist.get_world_size()), None, timeout_s)
-    control = factory.join_slice(sorted(mesh.mesh.flatten().tolist()))
+    ranks, backend = sorted(mesh.mesh.flatten().tolist()), backend_for(mesh.device_type)
+    is_whole_job = len(ranks) == dist.get_world_size()
+    control = factory.make("gloo", [ranks]) if is_whole_job else factory.join(ranks, "gloo")
     consistency = ConsistencyCheck(control)
     consistency.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
     groups = mesh.get_group(intra), mesh.get_group(inter)
     return World(
         topology,
-        factory.wrap(groups[0], mesh.device_type),
-        factory.wrap(groups[1], mesh.device_type),
+        factory.wrap(groups[0], backend),
+        factory.wrap(groups[1], backend),
         control,
         current_device(mesh.device_type),
         consistency,
         factory.closers,
-        _clone=lambda: (
-            factory.clone_wrapped(groups[0], mesh.device_type),
-            factory.clone_wrapped(groups[1], mesh.device_type),
+        _clones=(
+            lambda: factory.join(dist.get_process_group_ranks(groups[0]), backend),
+            lambda: factory.join(dist.get_process_group_ranks(groups[1]), backend),
         ),
     )
 
@@ -388,13 +373,18 @@ def read_rank_info() -> RankInfo:
     return rank_info
 
 
-def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | None) -> tuple[tuple[int, ...], ...]:
+def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | None) -> Members:
     """Return the ranks of every node, from the launcher; from MPI, where the launcher does not tell."""
-    members = arrange(gather_rank_infos(rank_info, control))
+
+    def gather_and_arrange(*place: int | None) -> Members | None:
+        mine = torch.tensor([UNKNOWN if number is None else number for number in place])
+        rows = control.all_gather(mine).wait().tolist()
+        places = [[None if number == UNKNOWN else number for number in row] for row in rows]
+        return arrange([RankInfo(rank_info.launcher, rank, len(rows), *row) for rank, row in enumerate(places)])
+
+    members = gather_and_arrange(rank_info.node, rank_info.local_rank, rank_info.local_size)
     if members is None and comm is not None:
-        node, local_rank, local_size = place_in_shared_memory(comm)
-        by_mpi = replace(rank_info, node=node, local_rank=local_rank, local_size=local_size)
-        members = arrange(gather_rank_infos(by_mpi, control))
+        members = gather_and_arrange(*place_in_shared_memory(comm))
     if members is None:
         raise TopologyError(
             f"{rank_info.launcher} started rank {rank_info.rank} of {rank_info.size}, but did not tell which ranks "
@@ -402,14 +392,3 @@ def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | 
             f"ranks_per_node= to flexcomm.connect, set LOCAL_RANK and LOCAL_WORLD_SIZE, or install mpi4py under mpirun."
         )
     return members
-
-
-def gather_rank_infos(rank_info: RankInfo, control: Transport) -> list[RankInfo]:
-    """Return the rank infos of all ranks, by rank."""
-    place = (rank_info.node, rank_info.local_rank, rank_info.local_size)
-    mine = torch.tensor([UNKNOWN if number is None else number for number in place])
-    rows = control.all_gather(mine).wait().tolist()
-    return [
-        RankInfo(rank_info.launcher, rank, len(rows), *(None if number == UNKNOWN else number for number in row))
-        for rank, row in enumerate(rows)
-    ]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn import Parameter
 
-from flexcomm.torch_versions import missing, private
+from flexcomm.versions import missing, private
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

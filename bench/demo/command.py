@@ -1,6 +1,6 @@
 """``python -m bench demo``: a small GPT trained for equal seconds over slow links, by AdamW and three of our methods.
 
-As root, links are those of an emulated cluster; else they are paced in software (``flexcomm.testing.pace``). The ranks
+As root, links are those of an emulated cluster; else they are paced in software (``bench.paced``). The ranks
 are those of ``bench train``.
 """
 

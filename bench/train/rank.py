@@ -13,13 +13,13 @@ import torch
 
 import flexcomm
 from bench.cluster.links import parse_rate
+from bench.paced import pace
 from bench.train.corpus import Corpus, load_corpus
 from bench.train.loop import train
 from bench.train.plan import Plan, Run, Settings, load_plan
 from bench.train.records import Record, file_of, write_record
 from bench.train.training_run import make_training_run
 from flexcomm import World
-from flexcomm.testing import pace
 
 
 def run_plan(plan: Plan, folder: Path, world: World) -> None:

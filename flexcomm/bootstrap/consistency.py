@@ -1,29 +1,41 @@
-"""Ranks compare what must be equal before data moves, because no backend does it for them.
+"""What ranks tell each other: their settings before data moves, and how far they are after a missed deadline.
 
-Unequal sizes make MPI write past buffers and gloo abort; unequal dtypes pass silently as other numbers. So ranks
-exchange a fixed-size digest of their settings: one small collective when something is new, none when it was agreed
-before. Only when digests differ do the settings themselves travel, to tell people which ranks differ in what.
+Ranks compare what must be equal, because no backend does it for them: unequal sizes make MPI write past buffers
+and gloo abort; unequal dtypes pass silently as other numbers. So ranks exchange a fixed-size digest of their settings:
+one small collective when something is new, none when it was agreed before. Only when digests differ do the settings
+themselves travel, to tell people which ranks differ in what.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flexcomm.errors import ConfigMismatchError
-from flexcomm.transport import Transport
+from flexcomm.errors import ConfigMismatchError, DeadlineExceededError, TransportError
+from flexcomm.transport import Handle, Transport
 
-DIGEST_BYTES = 32
+if TYPE_CHECKING:
+    from flexcomm.world import World
+
 MOST_FIELDS = 1 << 16
 REPORT_BYTES = 1 << 16
 """The longest report of a rank's settings, so that no rank allocates what another one asks for."""
 VALUE_CHARACTERS = 200
-ABSENT = "(not set)"
+DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"
+"""Where reports of missed deadlines go; the folder for temporary files, if it is not set."""
+_PATIENCE_S = 5.0
 
 Settings = dict[str, str]
 
@@ -53,7 +65,10 @@ class ConsistencyCheck:
 
     def _differences_of_all_ranks(self, settings: Settings) -> list[Settings]:
         """Return the differing fields of each rank. All ranks call it together: all saw the same digests."""
-        fingerprints = {fingerprint(item): item for item in list(settings.items())[:MOST_FIELDS]}
+        fingerprints = {
+            int.from_bytes(digest_of(item, 8), "little", signed=True): item
+            for item in list(settings.items())[:MOST_FIELDS]
+        }
         tables = self._gather(torch.tensor(list(fingerprints), dtype=torch.int64), MOST_FIELDS)
         shared = set.intersection(*(set(table.tolist()) for table in tables))
         differing = dict(item for print_, item in fingerprints.items() if print_ not in shared)
@@ -71,14 +86,9 @@ class ConsistencyCheck:
         return self._transport.all_gatherv(x, counts).wait()
 
 
-def fingerprint(item: tuple[str, str]) -> int:
-    digest = hashlib.blake2b(json.dumps(item).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def digest_of(settings: Settings) -> bytes:
-    canonical = json.dumps(settings, sort_keys=True).encode()
-    return hashlib.blake2b(canonical, digest_size=DIGEST_BYTES).digest()
+def digest_of(value: object, nbytes: int = 32) -> bytes:
+    """Return a digest of what JSON can write; the order of a dict's items does not matter."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=nbytes).digest()
 
 
 def encode_report(settings: Settings) -> bytes:
@@ -94,19 +104,15 @@ def encode_report(settings: Settings) -> bytes:
 def shorten(value: str) -> str:
     if len(value) <= VALUE_CHARACTERS:
         return value
-    mark = hashlib.blake2b(value.encode(), digest_size=4).hexdigest()
-    return f"{value[: VALUE_CHARACTERS // 2]}... ({len(value)} characters, digest {mark})"
+    return f"{value[: VALUE_CHARACTERS // 2]}... ({len(value)} characters, digest {digest_of(value, 4).hex()})"
 
 
 def decode_report(row: Tensor) -> Settings:
-    text = row.numpy().tobytes()
-    try:
-        report = json.loads(text)
-    except ValueError:
-        report = None
-    if not isinstance(report, dict):
-        return {"settings": "(unreadable: this rank may run another version of the library)"}
-    return {str(name): str(value) for name, value in report.items()}
+    with suppress(ValueError):
+        report = json.loads(row.numpy().tobytes())
+        if isinstance(report, dict):
+            return {str(name): str(value) for name, value in report.items()}
+    return {"settings": "(unreadable: this rank may run another version of the library)"}
 
 
 def describe(settings_of_ranks: Sequence[Settings]) -> str:
@@ -115,7 +121,7 @@ def describe(settings_of_ranks: Sequence[Settings]) -> str:
     for name in dict.fromkeys(name for settings in settings_of_ranks for name in settings):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, settings in enumerate(settings_of_ranks):
-            ranks_by_value.setdefault(settings.get(name, ABSENT), []).append(rank)
+            ranks_by_value.setdefault(settings.get(name, "(not set)"), []).append(rank)
         if len(ranks_by_value) > 1:
             values = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
             lines.append(f"  {name}: {values}")
@@ -129,3 +135,69 @@ def name_ranks(ranks: Iterable[int]) -> str:
     ]
     spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ("rank " if len(runs) == 1 and len(runs[0]) == 1 else "ranks ") + ", ".join(spans)
+
+
+def explain_timeout(world: World, error: DeadlineExceededError, sequence: int) -> DeadlineExceededError:
+    """Return the error with what the other ranks say, and where the report of the last synchronisations is."""
+    reached = ask_all_ranks(world, sequence)
+    silent = [rank for rank, number in enumerate(reached) if number is None]
+    behind = [rank for rank, number in enumerate(reached) if number is not None and number < sequence]
+    if silent:
+        found = f"No answer came from {name_ranks(silent)}: look there first."
+    elif behind:
+        found = (
+            f"{name_ranks(behind).capitalize()} had come to fewer calls than this rank: slow, or making other calls."
+        )
+    else:
+        found = "All ranks answer and have come to this call: the link is slower than timeout_s allows, or a rank is."
+    explained = DeadlineExceededError(f"{error} {found}{write_report(world, reached)}")
+    explained.__cause__ = error
+    return explained
+
+
+def ask_all_ranks(world: World, sequence: int) -> list[int | None]:
+    """Return to which bucket each rank has come; None for those that do not answer in time.
+
+    They answer when they ask themselves: all that wait for the missing one miss their deadline, too.
+    """
+    control, mine = world.control, torch.tensor([sequence])
+    answers = torch.full((control.size, 1), -1)
+    answered, asked = {control.rank: sequence}, {}
+    for rank in range(control.size):
+        if rank != control.rank:
+            with suppress(TransportError):
+                asked[rank] = control.send_recv([(rank, mine)], [(rank, answers[rank])])
+
+    def listen(rank: int, handle: Handle[object]) -> None:
+        with suppress(TransportError):
+            handle.wait()
+            answered[rank] = int(answers[rank])
+
+    # A thread each, for gloo cannot be asked whether a message has come. One that gets none ends with the process.
+    listeners = [threading.Thread(target=listen, args=each, daemon=True) for each in asked.items()]
+    for listener in listeners:
+        listener.start()
+    deadline_s = time.monotonic() + min(_PATIENCE_S, control.timeout_s)
+    for listener in listeners:
+        listener.join(max(deadline_s - time.monotonic(), 0.0))
+    return [answered.get(rank) for rank in range(control.size)]
+
+
+def write_report(world: World, reached: list[int | None]) -> str:
+    """Write what is known into a file; return a sentence that says where it is, or nothing if it cannot be written."""
+    folder = Path(os.environ.get(DUMP_VARIABLE, tempfile.gettempdir()))
+    path = folder / f"flexcomm-rank{world.topology.rank}-{os.getpid()}.json"
+    report = {
+        "topology": str(world.topology),
+        "intra": world.intra.name,
+        "inter": world.inter.name,
+        "reached": dict(enumerate(reached)),
+        "total": world.stats(),
+        "recent": world.recent_syncs(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1))
+    except OSError:
+        return ""
+    return f" The last synchronisations of this rank are in {path}."

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch.distributed as dist
 
-from flexcomm.bootstrap.mpi_job import barrier_with_timeout
-from flexcomm.bootstrap.rendezvous import start_torch
-from flexcomm.device import HOST, KINDS, backend_for, find_native, native_backend
+from flexcomm.bootstrap.job import barrier_with_timeout, start_torch
+from flexcomm.device import HOST, KINDS, find_native, native_backend
 from flexcomm.errors import InvalidArgumentError, TransportUnavailableError
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
-from flexcomm.transport.base import check_has_verbs
+from flexcomm.transport.base import PROPERTIES, VERBS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +33,13 @@ _users_of_default_group = 0
 def check_transport_argument(leg: str, kind: TransportName | Transport) -> None:
     """Raise unless ``kind`` names a transport that this machine has, or is one."""
     if not isinstance(kind, str):
-        check_has_verbs(leg, kind)
+        missing = [name for name in PROPERTIES if not hasattr(kind, name)]
+        missing += [verb for verb in VERBS if not callable(getattr(kind, verb, None))]
+        if missing:
+            raise InvalidArgumentError(
+                f"{leg}={kind!r} is neither the name of a transport nor a transport: it has no {', '.join(missing)}. "
+                f"See flexcomm.Transport, and hold yours to flexcomm.testing.check_transport."
+            )
         return
     if kind not in get_args(TransportName):
         raise InvalidArgumentError(
@@ -98,33 +103,22 @@ class GroupFactory:
         clone: Callable[[], Transport] = kind.clone  # type: ignore[attr-defined]  # Checked by World.clone_groups.
         return clone()
 
-    def wrap(self, group: dist.ProcessGroup, device_type: str) -> Transport:
-        """Return a transport over a group that the caller made for ``device_type``, and will destroy."""
+    def wrap(self, group: dist.ProcessGroup, backend: str) -> Transport:
+        """Return a transport over a group that the caller made, and will destroy."""
         if dist.get_world_size(group) == 1:
             return LoopbackTransport(self.timeout_s)
-        return TorchTransport(group, backend_for(device_type), self.timeout_s)
+        return TorchTransport(group, backend, self.timeout_s)
 
-    def clone_wrapped(self, group: dist.ProcessGroup, device_type: str) -> Transport:
-        """Return a transport over a second group of the same ranks, who alone call it.
+    def join(self, ranks: Sequence[int], backend: str) -> Transport:
+        """Return a transport of ``ranks``, who alone call it. It is never closed.
 
-        It is never closed, because of [Note: group names].
+        [Note: group names] torch names a group that only its members make by its ranks and the number of groups that
+        this process is in. Ranks that are in different numbers of groups never meet, and a name comes back after a
+        group was destroyed, to find the old one's addresses in the store. So such a group stays until torch closes.
         """
-        ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
-        backend = backend_for(device_type)
         return TorchTransport(self._new_group(ranks, backend, use_local_synchronization=True), backend, self.timeout_s)
-
-    def join_slice(self, ranks: Sequence[int]) -> Transport:
-        """Return a host transport of ``ranks``, who alone call it."""
-        if len(ranks) == dist.get_world_size():
-            return self.make("gloo", [ranks])
-        if len(ranks) == 1:
-            return LoopbackTransport(self.timeout_s)
-        # [Note: group names] torch names a group that only its members make by its ranks and the number of groups that
-        # this process is in. Ranks that are in different numbers of groups never meet, and a name comes back after a
-        # group was destroyed, to find the old one's addresses in the store. So such a group stays until torch closes.
-        return TorchTransport(self._new_group(ranks, "gloo", use_local_synchronization=True), "gloo", self.timeout_s)
 
     def _mpi(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]]) -> MPITransport:
         color = self._own(groups)
@@ -168,13 +162,13 @@ class GroupFactory:
         elif _users_of_default_group == 0:
             return
         _users_of_default_group += 1
-        self.closers.append(release_default_group)
+        self.closers.append(_release_default_group)
 
     def _own(self, groups: Sequence[Sequence[int]]) -> int:
         return next(number for number, ranks in enumerate(groups) if self.rank_info.rank in ranks)
 
 
-def release_default_group() -> None:
+def _release_default_group() -> None:
     global _users_of_default_group
     _users_of_default_group -= 1
     if _users_of_default_group == 0 and dist.is_initialized():

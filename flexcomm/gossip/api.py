@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from flexcomm.bootstrap.hang_report import explain_timeout
+from flexcomm.bootstrap.consistency import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.compress import Compressor
 from flexcomm.errors import DeadlineExceededError, InvalidTensorError

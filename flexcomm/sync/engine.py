@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from flexcomm.bootstrap.hang_report import explain_timeout
+from flexcomm.bootstrap.consistency import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
 from flexcomm.kernels import LARGEST_MAGNITUDE, StateUpdate

@@ -21,7 +21,7 @@ import torch
 
 from flexcomm.device import make_stream, record_event, use_stream, wait_stream
 from flexcomm.errors import TransportError
-from flexcomm.transport.mpi_progress import threads_are_free
+from flexcomm.transport.mpi import threads_are_free
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

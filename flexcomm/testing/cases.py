@@ -1,4 +1,8 @@
-"""What kernel sets are compared on: plans, inputs and memory, drawn from all there are, and always alike."""
+"""What laws are tried on: plans, inputs and memory, always drawn alike, and buffers as a kernel set fills them.
+
+[Note: coefficients] The coefficient domain is seen through a kernel set's own calls: what a plan sends, decoded by a
+plan that transforms nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,48 +17,52 @@ from torch import Tensor
 
 from flexcomm.codec import assemble_buffer
 from flexcomm.compress import TensorSpec
-from flexcomm.kernels import BufferPlan, IndexCode, Layout, Selection, StateUpdate, TensorPlan, ValueCode, plan_layout
-from flexcomm.kernels.layout import HEADER_NWORDS, WORD_NBYTES, aligned
+from flexcomm.kernels import (
+    BufferPlan,
+    IndexCode,
+    Kernels,
+    Layout,
+    Region,
+    Selection,
+    StateUpdate,
+    Status,
+    TensorPlan,
+    ValueCode,
+    plan_layout,
+)
+from flexcomm.kernels.layout import HEADER_NWORDS, WORD_NBYTES, Header, aligned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = ("normal", "ties", "tiny", "sparse", "wide", "zeros", "rising")
 STATES = ("none", "apart", "same")
+SEQUENCE = 7
+PLAIN = StateUpdate()
+_GARBAGE = -0x21524111
 
 Option = TypeVar("Option")
 
-
-class Geometry(NamedTuple):
-    """A tensor's shape, the matrix it is seen as, how that is cut, and whether chunks are transformed."""
-
-    shape: tuple[int, ...]
-    rows: int
-    cols: int
-    chunk_rows: int
-    chunk_cols: int
-    transformed: bool
-
-
-GEOMETRIES = (
-    Geometry((), 1, 1, 1, 1, True),
-    Geometry((1,), 1, 1, 1, 8, False),
-    Geometry((0,), 1, 0, 1, 16, False),
-    Geometry((0, 8), 1, 0, 1, 8, True),
-    Geometry((61,), 1, 61, 1, 7, True),
-    Geometry((331,), 1, 331, 1, 32, False),
-    Geometry((300,), 1, 300, 1, 100, True),
-    Geometry((3, 4, 5), 12, 5, 4, 4, True),
-    Geometry((16, 24), 16, 24, 8, 8, True),
-    Geometry((19, 23), 19, 23, 8, 16, True),
-    Geometry((9, 5), 9, 5, 5, 1, True),
-    Geometry((400,), 1, 400, 1, 256, False),
-    Geometry((70, 130), 70, 130, 64, 64, True),
-    Geometry((130,), 1, 130, 1, 64, True),
-    Geometry((576,), 1, 576, 1, 576, False),
-    Geometry((1030,), 1, 1030, 1, 1024, False),
+GEOMETRIES: tuple[tuple[tuple[int, ...], int, int, int, int, bool], ...] = (
+    ((), 1, 1, 1, 1, True),
+    ((1,), 1, 1, 1, 8, False),
+    ((0,), 1, 0, 1, 16, False),
+    ((0, 8), 1, 0, 1, 8, True),
+    ((61,), 1, 61, 1, 7, True),
+    ((331,), 1, 331, 1, 32, False),
+    ((300,), 1, 300, 1, 100, True),
+    ((3, 4, 5), 12, 5, 4, 4, True),
+    ((16, 24), 16, 24, 8, 8, True),
+    ((19, 23), 19, 23, 8, 16, True),
+    ((9, 5), 9, 5, 5, 1, True),
+    ((400,), 1, 400, 1, 256, False),
+    ((70, 130), 70, 130, 64, 64, True),
+    ((130,), 1, 130, 1, 64, True),
+    ((576,), 1, 576, 1, 576, False),
+    ((1030,), 1, 1030, 1, 1024, False),
     # Enough chunks that three threads have some each.
-    Geometry((70 * 5 - 3,), 1, 70 * 5 - 3, 1, 5, False),
-    Geometry((70 * 4,), 1, 70 * 4, 1, 4, True),
+    ((70 * 5 - 3,), 1, 70 * 5 - 3, 1, 5, False),
+    ((70 * 4,), 1, 70 * 4, 1, 4, True),
 )
+"""A tensor's shape, the matrix it is seen as, its rows and columns of a chunk, and whether chunks are transformed."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +122,8 @@ class BucketCase:
         return old, old if self.cases[0].held == "same" else [torch.full_like(state, torch.nan) for state in old]
 
 
-def sampled_buckets(count: int, seed: int = 0, size: int = 3) -> list[BucketCase]:
-    """Return buckets of sampled cases."""
-    cases = sampled_cases(count * size, seed)
-    return [BucketCase(tuple(cases[begin : begin + size])) for begin in range(0, len(cases), size)]
-
-
-def sampled_cases(count: int, seed: int = 0) -> list[Case]:
-    """Return cases in which every selection meets every value code; the rest is drawn."""
+def sampled_buckets(count: int, seed: int = 0) -> list[BucketCase]:
+    """Return buckets of three cases each, in which every selection meets every value code; the rest is drawn."""
     random = np.random.default_rng(seed)
 
     def draw(options: Sequence[Option]) -> Option:
@@ -129,10 +131,11 @@ def sampled_cases(count: int, seed: int = 0) -> list[Case]:
 
     pairs = [(selection, values) for selection in Selection for values in ValueCode]
     cases = []
-    for number in range(count):
+    for number in range(3 * count):
         selection, values = pairs[number % len(pairs)]
-        where = draw(GEOMETRIES)
-        whole = TensorPlan(*where[1:], Selection.EVERYTHING, where.chunk_rows * where.chunk_cols, values)
+        shape, rows, cols, chunk_rows, chunk_cols, transformed = draw(GEOMETRIES)
+        everything = Selection.EVERYTHING, chunk_rows * chunk_cols, values
+        whole = TensorPlan(rows, cols, chunk_rows, chunk_cols, transformed, *everything)
         if selection.rule.is_variable:
             k = max(1, draw((whole.entries, whole.entries // 2, whole.entries // 8, 1)))
             tau, variable_length = draw((1e-6, 0.3, 1.0, 1e30)), draw((True, False))
@@ -143,9 +146,9 @@ def sampled_cases(count: int, seed: int = 0) -> list[Case]:
         sends_indices = plan_layout(plan, plan.entries).code is not IndexCode.NONE
         code = draw((None, *list(IndexCode)[1:])) if sends_indices and not plan.variable_length else None
         cases.append(
-            Case(where.shape, plan, code, draw(DTYPES), draw(KINDS), draw(STATES), draw((True, False, False)), number)
+            Case(shape, plan, code, draw(DTYPES), draw(KINDS), draw(STATES), draw((True, False, False)), number)
         )
-    return cases
+    return [BucketCase(tuple(cases[begin : begin + 3])) for begin in range(0, len(cases), 3)]
 
 
 def layout_with(plan: TensorPlan, entries: int, code: IndexCode) -> Layout:
@@ -193,3 +196,107 @@ def with_gaps(x: Tensor) -> Tensor:
     """Return the same numbers in every second element of a larger memory, columns first."""
     spread = torch.zeros((*reversed(x.shape), 2), dtype=x.dtype, device=x.device)[..., 1]
     return spread.permute(tuple(reversed(range(x.dim())))).copy_(x)
+
+
+class Sent(NamedTuple):
+    """A buffer, what it was encoded by, and what the kernels said about it."""
+
+    words: Tensor
+    plan: BufferPlan
+    step: int
+    status: Status
+
+    @property
+    def is_sound(self) -> bool:
+        return self.status == Status()
+
+
+def plan_single(plan: TensorPlan, name: str = "x") -> BufferPlan:
+    """Return the plan of a bucket of one tensor."""
+    return assemble_buffer((TensorSpec(name, (plan.rows, plan.cols), torch.float32),), (plan,))
+
+
+def encode(
+    kernels: Kernels,
+    x: Tensor,
+    plan: TensorPlan,
+    state: Tensor | None = None,
+    state_out: Tensor | None = None,
+    update: StateUpdate = PLAIN,
+    *,
+    step: int = 0,
+    name: str = "x",
+) -> Sent:
+    """Return the buffer of ``x`` alone."""
+    states = None if state is None or state_out is None else ([state], [state_out])
+    return encode_bucket(kernels, plan_single(plan, name), [x], states, update, step=step)
+
+
+def encode_bucket(
+    kernels: Kernels,
+    plan: BufferPlan,
+    tensors: Sequence[Tensor],
+    states: tuple[list[Tensor], list[Tensor]] | None = None,
+    update: StateUpdate = PLAIN,
+    *,
+    step: int = 0,
+) -> Sent:
+    """Return the buffer of tensors, whose ``states`` are those read and those written.
+
+    Its words held garbage before, so a word that was forgotten shows.
+    """
+    words = torch.full((plan.nwords,), _GARBAGE, dtype=torch.int32, device=tensors[0].device)
+    encoder, (before, after) = kernels.encoder(plan, words), states or (None, None)
+    status = Status.of(int(encoder.encode_(tensors, before, after, update, step=step, sequence=SEQUENCE)))
+    nwords = plan.nwords
+    if plan.variable_length:
+        header = Header.unpack(words[:16].cpu().numpy().tobytes())
+        nwords = 16 + header.payload_nbytes // WORD_NBYTES
+    return Sent(words[:nwords], plan, step, status)
+
+
+def decode(kernels: Kernels, sent: Sent, decoded_as: TensorPlan, out: Tensor) -> None:
+    """Fill ``out`` with what a buffer of one tensor holds, seen as ``decoded_as``."""
+    region = Region("sender", 0, sent.words.numel())
+    plan = plan_single(decoded_as, sent.plan.specs[0].name)
+    decoder = kernels.decoder(sent.plan, sent.words, [region], plan)
+    word = int(decoder.verify(step=sent.step, sequence=SEQUENCE))
+    if word:
+        raise AssertionError(f"{kernels.name} kernels: their own buffer is refused: {Status.of(word)}")
+    decoder.decode_([out], step=sent.step, average="nodes")
+
+
+def sent_coefficients(kernels: Kernels, sent: Sent) -> Tensor:
+    """Return the coefficients ``[chunks, chunk_numel]`` a buffer of one tensor carries, zero where it carries none."""
+    plan = sent.plan.plans[0]
+    found = torch.empty(plan.state_shape, dtype=torch.float32, device=sent.words.device)
+    decode(kernels, sent, _flat(plan), found)
+    return found
+
+
+def coefficients_of(
+    kernels: Kernels, x: Tensor, plan: TensorPlan, state: Tensor | None = None, update: StateUpdate = PLAIN
+) -> Tensor:
+    """Return ``decay * state + gain * coefficients`` of ``x``, from which the plan will select."""
+    rest = None if state is None else torch.empty_like(state)
+    return sent_coefficients(kernels, encode(kernels, x, everything_of(plan), state, rest, update))
+
+
+def elements_of(kernels: Kernels, coefficients: Tensor, plan: TensorPlan) -> Tensor:
+    """Return the elements ``[rows, cols]`` that have these coefficients."""
+    whole = everything_of(plan)
+    elements = torch.empty(plan.rows, plan.cols, dtype=torch.float32, device=coefficients.device)
+    decode(kernels, encode(kernels, coefficients, _flat(whole)), whole, elements)
+    return elements
+
+
+def everything_of(plan: TensorPlan) -> TensorPlan:
+    """Return the plan that cuts and transforms alike, but sends everything as it is."""
+    cut = plan.rows, plan.cols, plan.chunk_rows, plan.chunk_cols, plan.transformed
+    return TensorPlan(*cut, Selection.EVERYTHING, plan.chunk_numel, ValueCode.FP32)
+
+
+def _flat(plan: TensorPlan) -> TensorPlan:
+    """Return the plan of a tensor whose elements are what the plan's coefficients are."""
+    chunks, length = plan.state_shape
+    return replace(plan, rows=1, cols=chunks * length, chunk_rows=1, chunk_cols=length, transformed=False)

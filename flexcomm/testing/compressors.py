@@ -12,19 +12,18 @@ from torch import Tensor
 
 from flexcomm.codec import decode_bucket_, encode_bucket_, is_dense, plan_buffer, regions_of
 from flexcomm.compress import Compressor, TensorSpec, dense
-from flexcomm.kernels import (
-    Average,
-    BufferPlan,
-    Kernels,
-    ReferenceKernels,
-    StateUpdate,
-    TensorPlan,
-    ValueCode,
-    choose_kernels,
-)
+from flexcomm.kernels import Average, Kernels, ReferenceKernels, StateUpdate, TensorPlan, ValueCode, choose_kernels
 from flexcomm.kernels.layout import ALIGNMENT, HEADER_NBYTES
-from flexcomm.testing.cases import DTYPES, numbers, with_gaps
-from flexcomm.testing.coefficients import coefficients_of, decode, elements_of, encode, sent_coefficients
+from flexcomm.testing.cases import (
+    DTYPES,
+    coefficients_of,
+    decode,
+    elements_of,
+    encode,
+    numbers,
+    sent_coefficients,
+    with_gaps,
+)
 
 SHAPES = ((), (0,), (1,), (7,), (61,), (3, 0, 2), (1, 9), (9, 1), (5, 13), (24, 20), (3, 4, 5), (2, 3, 4, 5), (130,))
 SPECS = tuple(
@@ -118,11 +117,8 @@ def nothing_grows(compressor: Compressor, kernels: Kernels, device: str) -> None
         bucket, asked, native = plan_buffer((spec,), compressor), compressor.plan(spec), dense().plan(spec)
         whole = asked if is_dense(asked) else native
         most = HEADER_NBYTES + (math.prod(spec.shape) + whole.chunks) * whole.values.format.bits // 8 + ALIGNMENT
-        require(
-            compressor,
-            bucket.variable_length or bucket.nbytes <= most,
-            f"{spec} takes {bucket.nbytes}, whole at most {most}",
-        )
+        fits = bucket.variable_length or bucket.nbytes <= most
+        require(compressor, fits, f"{spec} takes {bucket.nbytes}, whole at most {most}")
 
 
 def every_coefficient_is_sent_in_due_time(compressor: Compressor, kernels: Kernels, device: str) -> None:
@@ -252,18 +248,15 @@ def exchange(
         for row in tensors
     ]
     for step in range(steps):
-        buffers = [send(plan, kernels, row, held, step) for row, held in zip(tensors, states, strict=True)]
+        buffers = []
+        for row, held in zip(tensors, states, strict=True):
+            buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=row[0].device)
+            nbytes = encode_bucket_(plan, row, buffer, step=step, sequence=step, kernels=kernels, states=held)
+            buffers.append(buffer[:nbytes])
         regions = regions_of(NODES[: len(buffers)], [buffer.numel() for buffer in buffers])
-        decode_bucket_(
-            plan, torch.cat(buffers), regions, outs, step=step, sequence=step, kernels=kernels, average=average
-        )
+        words = torch.cat(buffers)
+        decode_bucket_(plan, words, regions, outs, step=step, sequence=step, kernels=kernels, average=average)
     return outs
-
-
-def send(plan: BufferPlan, kernels: Kernels, tensors: Sequence[Tensor], states: Sequence[Tensor], step: int) -> Tensor:
-    buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=tensors[0].device)
-    nbytes = encode_bucket_(plan, tensors, buffer, step=step, sequence=step, kernels=kernels, states=states)
-    return buffer[:nbytes]
 
 
 def require(compressor: Compressor, condition: bool, law: str) -> None:

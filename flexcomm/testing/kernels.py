@@ -29,8 +29,20 @@ from flexcomm.kernels import (
     ValueCode,
 )
 from flexcomm.kernels.layout import CHECKSUM_WORD, HEADER_NWORDS, checksum_of
-from flexcomm.testing.cases import DTYPES, BucketCase, Case, numbers, sampled_buckets, with_gaps
-from flexcomm.testing.coefficients import SEQUENCE, Sent, coefficients_of, decode, encode, encode_bucket
+from flexcomm.testing.cases import (
+    DTYPES,
+    SEQUENCE,
+    BucketCase,
+    Case,
+    Sent,
+    coefficients_of,
+    decode,
+    encode,
+    encode_bucket,
+    numbers,
+    sampled_buckets,
+    with_gaps,
+)
 
 _REFERENCE = ReferenceKernels()
 _STEP = 5
@@ -60,11 +72,10 @@ def check_kernels(kernels: Kernels, device: str = "cpu") -> None:
 def encode_fills_buffer_and_states_as_the_reference_does(kernels: Kernels, device: str) -> None:
     for bucket in sampled_buckets(30):
         tensors, states, expected_states = bucket.tensors(device), bucket.states(device), bucket.states("cpu")
-        sent = encode_bucket(kernels, bucket.plan, tensors, states, bucket.update, step=_STEP)
-        expected = encode_bucket(
-            _REFERENCE, bucket.plan, bucket.tensors("cpu"), expected_states, bucket.update, step=_STEP
-        )
-        require(kernels, sent.status == expected.status, f"encode_ returns the reference's status: {bucket}")
+        plan, update = bucket.plan, bucket.update
+        sent = encode_bucket(kernels, plan, tensors, states, update, step=_STEP)
+        expected = encode_bucket(_REFERENCE, plan, bucket.tensors("cpu"), expected_states, update, step=_STEP)
+        require_status(kernels, sent.status, expected.status, f"encode_ returns the reference's status: {bucket}")
         require_equal(kernels, sent.words, expected.words, f"encode_ writes the reference's words: {bucket}")
         for x, before in zip(tensors, bucket.tensors("cpu"), strict=True):
             require_equal(kernels, x, before, f"encode_ leaves tensors alone: {bucket}")
@@ -78,10 +89,8 @@ def zeros_keep_the_sign_the_reference_gives_them(kernels: Kernels, device: str) 
         for selection, keep in ((Selection.EVERYTHING, 8), (Selection.TOP_K, 5), (Selection.STRIDING, 3)):
             plan = TensorPlan(1, 8, 1, 8, False, selection, keep, values)
             late, expected = torch.full((1, 8), -0.0, device=device), torch.full((1, 8), -0.0)
-            sent, reference = (
-                encode(kernels, x.to(device), plan, late, late),
-                encode(_REFERENCE, x, plan, expected, expected),
-            )
+            sent = encode(kernels, x.to(device), plan, late, late)
+            reference = encode(_REFERENCE, x, plan, expected, expected)
             require_equal(kernels, sent.words, reference.words, f"zeros are sent as the reference sends them: {plan}")
             require_equal(kernels, late, expected, f"zeros are kept as the reference keeps them: {plan}")
 
@@ -93,11 +102,7 @@ def a_nonfinite_state_is_named_and_the_buffer_marked(kernels: Kernels, device: s
             state = torch.zeros(plan.state_shape, device=device)
             state[1, 7] = broken
             sent = encode(kernels, torch.ones(64, device=device), plan, state, torch.empty_like(state))
-            require(
-                kernels,
-                sent.status.problem is Problem.STATE,
-                f"a state that holds {broken}, {values.name}: {sent.status}",
-            )
+            require_problem(kernels, sent, Problem.STATE, f"a state that holds {broken}, {values.name}")
             require_marked(kernels, sent)
 
 
@@ -119,7 +124,7 @@ def many_nonfinite_coefficients_are_not_overlooked(kernels: Kernels, device: str
     for bits in (0x7FFFFFFF, 0x7FC00000, 0x7F800000):
         state = torch.full(plan.state_shape, bits, dtype=torch.int32).view(torch.float32).to(device)
         sent = encode(kernels, torch.ones(64, device=device), plan, state, state.clone())
-        require(kernels, sent.status.problem is Problem.STATE, f"a state full of {bits:08x}: {sent.status}")
+        require_problem(kernels, sent, Problem.STATE, f"a state full of {bits:08x}")
 
 
 def nonfinite_tensors_are_found_and_the_buffer_marked(kernels: Kernels, device: str) -> None:
@@ -127,22 +132,17 @@ def nonfinite_tensors_are_found_and_the_buffer_marked(kernels: Kernels, device: 
     for dtype in DTYPES:
         top = torch.tensor(min(LARGEST_MAGNITUDE, torch.finfo(dtype).max), dtype=dtype)
         below = torch.nextafter(top.double(), torch.zeros(())) if dtype is torch.float64 else top.float() * (1 - 2**-8)
-        verdicts = {0.0: True, float(below): True, -float(below): True, torch.nan: False, torch.inf: False}
-        verdicts |= {-torch.inf: False, 2.0**100: False, -(2.0**100): False, 2.0**101: False}
-        for value, verdict in verdicts.items():
+        finite = [0.0, float(below), -float(below)]
+        for value in (*finite, torch.nan, torch.inf, -torch.inf, 2.0**100, -(2.0**100), 2.0**101):
             holding = torch.zeros(20, 30).to(device, dtype)
             holding.view(-1)[-1] = value
             for x in (holding, with_gaps(holding)):
                 state, before = torch.ones(plan.state_shape, device=device), torch.ones(plan.state_shape)
                 sent = encode(kernels, x, plan, state, torch.empty_like(state))
-                require(
-                    kernels,
-                    sent.is_sound is verdict,
-                    f"{value} in {dtype} is {'finite' if verdict else 'not'}: {sent.status}",
-                )
                 require_equal(kernels, state, before, "a state with a successor of its own is left alone")
-                if not verdict:
-                    require(kernels, sent.status.problem is Problem.NONFINITE, f"{value} in {dtype}: {sent.status}")
+                expected = Problem.NONE if value in finite else Problem.NONFINITE
+                require_problem(kernels, sent, expected, f"{value} in {dtype}")
+                if value not in finite:
                     require_marked(kernels, sent)
 
 
@@ -154,9 +154,8 @@ def the_first_nonfinite_tensor_is_named(kernels: Kernels, device: str) -> None:
             tensors[number].fill_(torch.nan)
         sent = encode_bucket(kernels, bucket.plan, tensors, bucket.states(device), bucket.update)
         if named:
-            require(
-                kernels, sent.status == Status(Problem.NONFINITE, tensor=named[0]), f"{sent.status}, not {named[0]}"
-            )
+            expected = Status(Problem.NONFINITE, tensor=named[0])
+            require_status(kernels, sent.status, expected, f"the first tensor that is not finite is named: {bucket}")
 
 
 def a_nonfinite_tensor_is_named_before_a_nonfinite_state(kernels: Kernels, device: str) -> None:
@@ -166,7 +165,7 @@ def a_nonfinite_tensor_is_named_before_a_nonfinite_state(kernels: Kernels, devic
     tensors = [torch.ones(64, device=device), torch.full((64,), torch.nan, device=device)]
     states = [torch.full((2, 32), torch.nan, device=device), torch.zeros(2, 32, device=device)]
     sent = encode_bucket(kernels, plan, tensors, (states, [state.clone() for state in states]))
-    require(kernels, sent.status == Status(Problem.NONFINITE, tensor=1), f"the tensor comes first: {sent.status}")
+    require_status(kernels, sent.status, Status(Problem.NONFINITE, tensor=1), "the tensor comes first")
     require_marked(kernels, sent)
 
 
@@ -176,7 +175,7 @@ def verify_finds_what_the_reference_finds(kernels: Kernels, device: str) -> None
     for bucket in sampled_buckets(20, seed=4):
         sent = [send(_REFERENCE, bucket, sender) for sender in range(2)]
         words, regions = joined(sent)
-        require(kernels, verify(kernels, words.to(device), regions, bucket) == Status(), f"{bucket} is sound")
+        require_status(kernels, verify(kernels, words.to(device), regions, bucket), Status(), f"{bucket} is sound")
         for _ in range(6):
             damaged, (_, start, nwords) = words.clone(), regions[int(random.integers(2))]
             place = start + int(random.integers(HEADER_NWORDS, max(nwords, HEADER_NWORDS + 1)))
@@ -184,11 +183,9 @@ def verify_finds_what_the_reference_finds(kernels: Kernels, device: str) -> None
                 continue
             damaged[place] = (0, -1, damaged[place] ^ (1 << int(random.integers(31))))[int(random.integers(3))]
             reseal_(damaged[start : start + nwords])
-            got, expected = (
-                verify(one, damaged.to(where), regions, bucket)
-                for one, where in ((kernels, device), (_REFERENCE, "cpu"))
-            )
-            require(kernels, got == expected, f"verify is {expected}, not {got}, of word {place}: {bucket}")
+            expected = verify(_REFERENCE, damaged, regions, bucket)
+            got = verify(kernels, damaged.to(device), regions, bucket)
+            require_status(kernels, got, expected, f"verify finds damage of word {place} as the reference: {bucket}")
 
 
 def verify_finds_any_damage_by_the_checksum(kernels: Kernels, device: str) -> None:
@@ -201,22 +198,17 @@ def verify_finds_any_damage_by_the_checksum(kernels: Kernels, device: str) -> No
             place = regions[sender].start + int(random.integers(regions[sender].nwords))
             damaged[place] ^= 1 << int(random.integers(31))
             got = verify(kernels, damaged.to(device), regions, bucket)
-            require(
-                kernels, got == Status(Problem.HEADER, sender), f"a bit of word {place} is wrong, but {got}: {bucket}"
-            )
+            require_status(kernels, got, Status(Problem.HEADER, sender), f"a bit of word {place} is wrong: {bucket}")
 
 
 def verify_compares_step_and_sequence(kernels: Kernels, device: str) -> None:
     bucket = sampled_buckets(1, seed=8)[0]
     words, regions = joined([send(_REFERENCE, bucket, sender) for sender in range(2)])
     decoder = kernels.decoder(bucket.plan, words.to(device), regions)
-    for step, sequence, verdict in ((_STEP, SEQUENCE, 0), (_STEP + 1, SEQUENCE, 1), (_STEP, SEQUENCE + 1, 1)):
-        word = int(decoder.verify(step=step, sequence=sequence))
-        require(
-            kernels,
-            word == (Status(Problem.HEADER).word if verdict else 0),
-            f"step {step}, sequence {sequence}: {Status.of(word)}",
-        )
+    for step, sequence in ((_STEP, SEQUENCE), (_STEP + 1, SEQUENCE), (_STEP, SEQUENCE + 1)):
+        got = Status.of(int(decoder.verify(step=step, sequence=sequence)))
+        expected = Status() if (step, sequence) == (_STEP, SEQUENCE) else Status(Problem.HEADER)
+        require_status(kernels, got, expected, f"step {step}, sequence {sequence}")
 
 
 def verify_names_the_first_sender_with_the_flag(kernels: Kernels, device: str) -> None:
@@ -229,9 +221,7 @@ def verify_names_the_first_sender_with_the_flag(kernels: Kernels, device: str) -
             sent[sender] = sent[sender]._replace(words=words[:nwords])
         words, regions = joined(sent)
         got = verify(kernels, words.to(device), regions, bucket)
-        require(
-            kernels, got == Status(Problem.NONFINITE, 1), f"sender 1 is the first with the flag, not {got}: {bucket}"
-        )
+        require_status(kernels, got, Status(Problem.NONFINITE, 1), f"sender 1 is the first with the flag: {bucket}")
 
 
 def the_first_kind_of_problem_is_named(kernels: Kernels, device: str) -> None:
@@ -240,16 +230,11 @@ def the_first_kind_of_problem_is_named(kernels: Kernels, device: str) -> None:
     sent = encode(_REFERENCE, torch.randn(4096, generator=torch.Generator().manual_seed(0)), plan)
     layout, words = sent.plan.layouts[0], sent.words.clone()
     region = Region("sender", 0, words.numel())
-    for place, word, problem in (
-        (layout.values, 0x7FC07FC0, Problem.VALUE),
-        (layout.scales - 1, 0, Problem.INDEX),
-    ):
+    for place, word, problem in ((layout.values, 0x7FC07FC0, Problem.VALUE), (layout.scales - 1, 0, Problem.INDEX)):
         words[HEADER_NWORDS + place] = word
         reseal_(words)
         found = kernels.decoder(sent.plan, words.to(device), [region]).verify(step=0, sequence=SEQUENCE)
-        require(
-            kernels, Status.of(int(found)) == Status(problem), f"{problem!r} is the first, not {Status.of(int(found))}"
-        )
+        require_status(kernels, Status.of(int(found)), Status(problem), f"{problem!r} is the first")
 
 
 def decode_gives_the_references_average(kernels: Kernels, device: str) -> None:
@@ -487,8 +472,8 @@ def verify(kernels: Kernels, words: Tensor, regions: list[Region], bucket: Bucke
 
 def verified(kernels: Kernels, words: Tensor, regions: list[Region], bucket: BucketCase) -> BucketDecoder:
     decoder = kernels.decoder(bucket.plan, words, regions)
-    word = int(decoder.verify(step=_STEP, sequence=SEQUENCE))
-    require(kernels, word == 0, f"sound buffers are verified, but {Status.of(word)}: {bucket}")
+    got = Status.of(int(decoder.verify(step=_STEP, sequence=SEQUENCE)))
+    require_status(kernels, got, Status(), f"sound buffers are verified: {bucket}")
     return decoder
 
 
@@ -502,11 +487,7 @@ def require_marked(kernels: Kernels, sent: Sent) -> None:
     """Raise unless a buffer says that its sender has nothing to send."""
     region = Region("sender", 0, sent.words.numel())
     word = int(kernels.decoder(sent.plan, sent.words, [region]).verify(step=sent.step, sequence=SEQUENCE))
-    require(kernels, Status.of(word) == Status(Problem.NONFINITE), f"the buffer is marked, but says {Status.of(word)}")
-
-
-def bits_of(x: Tensor) -> Tensor:
-    return x.detach().cpu().contiguous().view(_INTEGERS[x.element_size()])
+    require_status(kernels, Status.of(word), Status(Problem.NONFINITE), "the buffer is marked")
 
 
 def require(kernels: Kernels, condition: bool, law: str) -> None:
@@ -514,17 +495,24 @@ def require(kernels: Kernels, condition: bool, law: str) -> None:
         raise AssertionError(f"{kernels.name} kernels: broken law: {law}")
 
 
-def require_equal(kernels: Kernels, got: Tensor | None, expected: Tensor | None, law: str) -> None:
-    """Raise unless both are there and equal in every bit, or neither is there: zeros have signs here."""
-    if got is None or expected is None:
-        require(kernels, got is expected, law)
-    elif got.dtype != expected.dtype or got.shape != expected.shape or not torch.equal(bits_of(got), bits_of(expected)):
+def require_status(kernels: Kernels, got: Status, expected: Status, law: str) -> None:
+    require(kernels, got == expected, f"{law}: {got}, not {expected}")
+
+
+def require_problem(kernels: Kernels, sent: Sent, expected: Problem, law: str) -> None:
+    require(kernels, sent.status.problem is expected, f"{law}: {sent.status}, not {expected!r}")
+
+
+def require_equal(kernels: Kernels, got: Tensor, expected: Tensor, law: str) -> None:
+    """Raise unless both are equal in every bit: zeros have signs here."""
+    integers = _INTEGERS[expected.element_size()]
+    alike = got.dtype == expected.dtype and got.shape == expected.shape
+    if not (alike and torch.equal(got.cpu().contiguous().view(integers), expected.cpu().contiguous().view(integers))):
         raise AssertionError(f"{kernels.name} kernels: broken law: {law}\ngot      {got}\nexpected {expected}")
 
 
 def require_close(kernels: Kernels, got: Tensor, expected: Tensor, law: str) -> None:
     """Raise unless both are float64 scalars and equal to rounding, which adding in another order does."""
     alike = got.dtype == expected.dtype and got.shape == expected.shape
-    require(
-        kernels, alike and torch.allclose(got.cpu(), expected, rtol=1e-12, atol=0.0), f"{law}: {got}, not {expected}"
-    )
+    close = alike and torch.allclose(got.cpu(), expected, rtol=1e-12, atol=0.0)
+    require(kernels, close, f"{law}: {got}, not {expected}")

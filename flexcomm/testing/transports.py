@@ -6,7 +6,7 @@ results are compared bit by bit. A broken law raises ``AssertionError`` naming i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -243,7 +243,7 @@ TRANSPORT_LAWS: tuple[Callable[[Transport, str], None], ...] = (
 
 
 def inputs(
-    transport: Transport, device: str, dtypes: tuple[torch.dtype, ...]
+    transport: Transport, device: str, dtypes: Iterable[torch.dtype]
 ) -> Iterator[tuple[Tensor, Callable[[int], Tensor]]]:
     """Yield a tensor of this rank for each dtype and shape, contiguous and not, and what makes any rank's."""
     for dtype in dtypes:

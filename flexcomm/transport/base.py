@@ -8,10 +8,12 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from flexcomm.errors import DeadlineExceededError, InvalidArgumentError
+from flexcomm.errors import DeadlineExceededError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Messages = Sequence[tuple[int, Tensor]]
+"""Each a peer, and what is sent to it or received from it."""
 
 
 class Handle(Protocol[T_co]):
@@ -82,9 +84,7 @@ class Transport(Protocol):
         """``x`` becomes the root's ``x``."""
         ...
 
-    def send_recv(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> Handle[tuple[Tensor, ...]]:
+    def send_recv(self, sends: Messages, receives: Messages) -> Handle[tuple[Tensor, ...]]:
         """Every ``(peer, tensor)`` of ``sends`` has left, every one of ``receives`` is filled.
 
         Between two ranks, messages match in order. Peers may be this rank itself, or repeat.
@@ -96,19 +96,8 @@ class Transport(Protocol):
         ...
 
 
-_VERBS = ("all_gather", "all_gatherv", "all_reduce", "reduce_scatter", "broadcast", "send_recv", "barrier")
-_PROPERTIES = ("name", "rank", "size", "timeout_s")
-
-
-def check_has_verbs(leg: str, transport: object) -> None:
-    """Raise unless an object that was passed for a leg has what :class:`Transport` has."""
-    missing = [name for name in _PROPERTIES if not hasattr(transport, name)]
-    missing += [verb for verb in _VERBS if not callable(getattr(transport, verb, None))]
-    if missing:
-        raise InvalidArgumentError(
-            f"{leg}={transport!r} is neither the name of a transport nor a transport: it has no {', '.join(missing)}. "
-            f"See flexcomm.Transport, and hold yours to flexcomm.testing.check_transport."
-        )
+VERBS = ("all_gather", "all_gatherv", "all_reduce", "reduce_scatter", "broadcast", "send_recv", "barrier")
+PROPERTIES = ("name", "rank", "size", "timeout_s")
 
 
 def describe_transport(transport: Transport) -> str:
@@ -142,13 +131,8 @@ class Finished:
 class Operation(Generic[T]):
     """The handle that the library's own transports return.
 
-    Args:
-        verb: the method of ``transport`` that was called, for messages.
-        transport: what is printed in messages, and whose ``timeout_s`` counts.
-        request: the work under way.
-        deliver: returns the result, called once when the work is done.
-        holds: the buffers that the backend reads and writes.
-
+    ``deliver`` returns the result, and is called once, when the work of ``request`` is done. ``holds`` are the buffers
+    that the backend reads and writes.
     """
 
     def __init__(
@@ -164,16 +148,21 @@ class Operation(Generic[T]):
 
     def wait(self) -> T:
         if self._deliver is not None:
+            timeout_s = self._transport.timeout_s
             try:
-                self._request.wait(self._transport.timeout_s)
+                self._request.wait(timeout_s)
             except BaseException as error:
                 hold_until_done(self._request, self._holds)
                 if isinstance(error, Expired):
-                    raise self._deadline_error() from error.__cause__
+                    raise DeadlineExceededError(
+                        f"{self._verb} over {self._transport} did not finish: waited {timeout_s:g} s, "
+                        f"{time.monotonic() - self._started_s:.1f} s after it was started. A rank is slow, stopped, or "
+                        f"in another call; its own output tells which. If the wait is expected, pass a larger "
+                        f"timeout_s to flexcomm.connect."
+                    ) from error.__cause__
                 raise
             self._result = self._deliver()
-            self._deliver = None
-            self._holds = None
+            self._deliver = self._holds = None
         return self._result  # type: ignore[return-value]  # set above, and `None` is the result of a barrier
 
     def done(self) -> bool:
@@ -182,14 +171,6 @@ class Operation(Generic[T]):
     def __del__(self) -> None:
         if self._deliver is not None and not self._request.done():
             hold_until_done(self._request, self._holds)
-
-    def _deadline_error(self) -> DeadlineExceededError:
-        since_start_s = time.monotonic() - self._started_s
-        return DeadlineExceededError(
-            f"{self._verb} over {self._transport} did not finish: waited {self._transport.timeout_s:g} s, "
-            f"{since_start_s:.1f} s after it was started. A rank is slow, stopped, or in another call; its own output "
-            f"tells which. If the wait is expected, pass a larger timeout_s to flexcomm.connect."
-        )
 
 
 # A backend may write into the buffers of an operation nobody waits for any longer, so they stay alive here until it is

@@ -1,7 +1,8 @@
 """The verbs of a transport on tensors of any layout, over a backend that takes flat, contiguous buffers.
 
 Here arguments are checked, and each tensor gets a buffer: its own memory where that is contiguous and in the backend's
-reach, else a copy, on the host where need be.
+reach, else a copy, on the host where need be. Two transports without a backend of their own are here, too: that of a
+group of one rank, and the one that chooses between two others by where a tensor lives.
 """
 
 from __future__ import annotations
@@ -15,18 +16,32 @@ from torch import Tensor
 
 from flexcomm.device import is_supported, may_pin_for, supported_names, synchronize_stream
 from flexcomm.errors import InvalidTensorError, TransportError
-from flexcomm.transport.base import Operation, Request
+from flexcomm.transport.base import Finished, Handle, Messages, Operation, Request, Transport
 
-REDUCIBLE = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-)
+REDUCIBLE = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.bfloat16: "UINT16_T",
+    torch.float16: "UINT16_T",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+"""What verbs can add, and as what MPI moves it; it has no 16-bit floats."""
+
+
+class StagingBuffer(NamedTuple):
+    """The memory a backend writes, and the tensor that shall hold it."""
+
+    buffer: Tensor
+    target: Tensor
+
+    def deliver(self) -> Tensor:
+        """Return the target, holding what arrived."""
+        if self.buffer.data_ptr() != self.target.data_ptr():
+            self.target.detach().copy_(self.buffer.view(self.target.shape), non_blocking=True)
+        return self.target
 
 
 class BufferTransport(ABC):
@@ -48,16 +63,22 @@ class BufferTransport(ABC):
         return f"{self.name} on rank {self.rank} of {self.size}"
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-        out = checked_output("all_gather", x, (self.size, *x.shape), out)
-        place = self._place_for(out)
+        place = self._place_for(checked_output("all_gather", x, (self.size, *x.shape), out))
         source = self._source_apart(x, place)
         request = self._start_all_gather(source, place.buffer)
         return Operation("all_gather", self, request, place.deliver, (source, place))
 
     def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
-        check_counts(x, counts, self.rank, self.size)
-        out = checked_output("all_gatherv", x, (sum(counts),), out)
-        place = self._place_for(out)
+        if len(counts) != self.size or any(count < 0 for count in counts):
+            raise InvalidTensorError(
+                f"all_gatherv got counts {list(counts)}; needed is one count from 0 on for each of {self.size} ranks."
+            )
+        if x.numel() != counts[self.rank]:
+            raise InvalidTensorError(
+                f"all_gatherv got a tensor of {x.numel()} elements on rank {self.rank}, whose count is "
+                f"{counts[self.rank]}. Pass x[:counts[rank]], and the same counts on every rank."
+            )
+        place = self._place_for(checked_output("all_gatherv", x, (sum(counts),), out))
         source = self._source_apart(x, place)
         request = self._start_all_gatherv(source, place.buffer, counts)
         return Operation(
@@ -76,8 +97,7 @@ class BufferTransport(ABC):
                 f"reduce_scatter got a tensor of shape {list(x.shape)}; its first dim must be the {self.size} ranks of "
                 f"the group. Pass x.view({self.size}, -1), padded if need be."
             )
-        out = checked_output("reduce_scatter", x, tuple(x.shape[1:]), out)
-        place = self._place_for(out, summed=True)
+        place = self._place_for(checked_output("reduce_scatter", x, tuple(x.shape[1:]), out), summed=True)
         source = self._source_apart(x, place, summed=True)
         request = self._start_reduce_scatter(source, place.buffer)
         return Operation("reduce_scatter", self, request, place.deliver, (source, place))
@@ -87,13 +107,15 @@ class BufferTransport(ABC):
         place = self._place_filled(x)
         return Operation("broadcast", self, self._start_broadcast(place.buffer, root), place.deliver, place)
 
-    def send_recv(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> Operation[tuple[Tensor, ...]]:
-        check_messages(sends, receives, self.rank, self.size)
-        own_receives = [x for peer, x in receives if peer == self.rank]
-        for received, sent in zip(own_receives, (x for peer, x in sends if peer == self.rank), strict=True):
-            received.detach().copy_(sent.detach().reshape(received.shape))
+    def send_recv(self, sends: Messages, receives: Messages) -> Operation[tuple[Tensor, ...]]:
+        for peer, x in sends:
+            check_peer(peer, self.size)
+            check_plain(x)
+        for peer, x in receives:
+            check_peer(peer, self.size)
+            check_writable(x)
+        own_sends, own_receives = ([x for peer, x in some if peer == self.rank] for some in (sends, receives))
+        copy_own_messages(self.rank, own_sends, own_receives)
         sources = [(peer, self._source(x)) for peer, x in sends if peer != self.rank]
         places = [(peer, self._place_for(x)) for peer, x in receives if peer != self.rank]
         request = self._start_send_recv(sources, [(peer, place.buffer) for peer, place in places])
@@ -113,24 +135,22 @@ class BufferTransport(ABC):
         """Return whether the backend may be handed the memory of ``x`` itself, to be added or only moved."""
 
     @abstractmethod
-    def _start_all_gather(self, source: Tensor, buffer: Tensor) -> Request: ...
+    def _start_all_gather(self, source: Tensor, buffer: Tensor, /) -> Request: ...
 
     @abstractmethod
-    def _start_all_gatherv(self, source: Tensor, buffer: Tensor, counts: Sequence[int]) -> Request: ...
+    def _start_all_gatherv(self, source: Tensor, buffer: Tensor, counts: Sequence[int], /) -> Request: ...
 
     @abstractmethod
-    def _start_all_reduce(self, buffer: Tensor) -> Request: ...
+    def _start_all_reduce(self, buffer: Tensor, /) -> Request: ...
 
     @abstractmethod
-    def _start_reduce_scatter(self, source: Tensor, buffer: Tensor) -> Request: ...
+    def _start_reduce_scatter(self, source: Tensor, buffer: Tensor, /) -> Request: ...
 
     @abstractmethod
-    def _start_broadcast(self, buffer: Tensor, root: int) -> Request: ...
+    def _start_broadcast(self, buffer: Tensor, root: int, /) -> Request: ...
 
     @abstractmethod
-    def _start_send_recv(
-        self, sources: Sequence[tuple[int, Tensor]], buffers: Sequence[tuple[int, Tensor]]
-    ) -> Request: ...
+    def _start_send_recv(self, sources: Messages, buffers: Messages, /) -> Request: ...
 
     @abstractmethod
     def _start_barrier(self) -> Request: ...
@@ -174,17 +194,67 @@ class BufferTransport(ABC):
         return StagingBuffer(self._source(target, summed=summed), target)
 
 
-class StagingBuffer(NamedTuple):
-    """The memory a backend writes, and the tensor that shall hold it."""
+class LoopbackTransport(BufferTransport):
+    """A transport of one rank: outputs are copies of inputs."""
 
-    buffer: Tensor
-    target: Tensor
+    name = "loopback"
 
-    def deliver(self) -> Tensor:
-        """Return the target, holding what arrived."""
-        if self.buffer.data_ptr() != self.target.data_ptr():
-            self.target.detach().copy_(self.buffer.view(self.target.shape), non_blocking=True)
-        return self.target
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        super().__init__(rank=0, size=1, timeout_s=timeout_s)
+
+    def _reaches(self, x: Tensor, *, summed: bool) -> bool:
+        del x, summed
+        return True
+
+    def _copy(self, source: Tensor, buffer: Tensor, *_: object) -> Finished:
+        buffer.copy_(source)
+        return Finished()
+
+    def _do_nothing(self, *_: object) -> Finished:
+        return Finished()
+
+    _start_all_gather = _start_all_gatherv = _start_reduce_scatter = _copy
+    # Messages that this rank sends itself have been copied.
+    _start_all_reduce = _start_broadcast = _start_send_recv = _start_barrier = _do_nothing
+
+
+class PerDeviceTransport:
+    """Host tensors over ``host``, an accelerator's over ``device``; both join the same ranks in the same order.
+
+    This is ``auto`` on a machine with GPUs.
+    """
+
+    def __init__(self, host: Transport, device: Transport) -> None:
+        self.name = f"{host.name} for host tensors, {device.name} for device tensors"
+        self.rank = host.rank
+        self.size = host.size
+        self.timeout_s = host.timeout_s
+        self._host = host
+        self._device = device
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Handle[Tensor]:
+        return self._for(x).all_gather(x, out)
+
+    def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Handle[tuple[Tensor, ...]]:
+        return self._for(x).all_gatherv(x, counts, out)
+
+    def all_reduce(self, x: Tensor) -> Handle[Tensor]:
+        return self._for(x).all_reduce(x)
+
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Handle[Tensor]:
+        return self._for(x).reduce_scatter(x, out)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Handle[Tensor]:
+        return self._for(x).broadcast(x, root)
+
+    def send_recv(self, sends: Messages, receives: Messages) -> Handle[tuple[Tensor, ...]]:
+        return self._for(*(x for _, x in (*sends, *receives))).send_recv(sends, receives)
+
+    def barrier(self) -> Handle[None]:
+        return self._host.barrier()
+
+    def _for(self, *tensors: Tensor) -> Transport:
+        return self._host if all(x.is_cpu for x in tensors) else self._device
 
 
 def as_bytes(flat: Tensor) -> Tensor:
@@ -231,33 +301,15 @@ def check_peer(peer: int, size: int) -> None:
         raise InvalidTensorError(f"peer {peer} is not in this group: its {size} ranks are 0 to {size - 1}.")
 
 
-def check_counts(x: Tensor, counts: Sequence[int], rank: int, size: int) -> None:
-    if len(counts) != size or any(count < 0 for count in counts):
+def copy_own_messages(rank: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    """Deliver what ``rank`` sends itself; raise unless it receives just that."""
+    if [(x.dtype, x.numel()) for x in sent] != [(x.dtype, x.numel()) for x in received]:
         raise InvalidTensorError(
-            f"all_gatherv got counts {list(counts)}; needed is one count from 0 on for each of {size} ranks."
+            f"rank {rank} sends itself {[list(x.shape) for x in sent]} and receives "
+            f"{[list(x.shape) for x in received]}: messages to oneself must match in number, dtype and size."
         )
-    if x.numel() != counts[rank]:
-        raise InvalidTensorError(
-            f"all_gatherv got a tensor of {x.numel()} elements on rank {rank}, whose count is {counts[rank]}. Pass "
-            f"x[:counts[rank]], and the same counts on every rank."
-        )
-
-
-def check_messages(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], rank: int, size: int
-) -> None:
-    for peer, x in sends:
-        check_peer(peer, size)
-        check_plain(x)
-    for peer, x in receives:
-        check_peer(peer, size)
-        check_writable(x)
-    own_sends, own_receives = ([x for peer, x in some if peer == rank] for some in (sends, receives))
-    if [(x.dtype, x.numel()) for x in own_sends] != [(x.dtype, x.numel()) for x in own_receives]:
-        raise InvalidTensorError(
-            f"rank {rank} sends itself {[list(x.shape) for x in own_sends]} and receives "
-            f"{[list(x.shape) for x in own_receives]}: messages to oneself must match in number, dtype and size."
-        )
+    for source, target in zip(sent, received, strict=True):
+        target.detach().copy_(source.detach().reshape(target.shape))
 
 
 def checked_output(verb: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:

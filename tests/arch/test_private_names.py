@@ -1,7 +1,7 @@
 """Private names of torch and numba occur in a few small modules only, and this is the list of them.
 
 Private is what begins with an underscore, and what only private objects of torch have, which is looked up by
-``flexcomm.torch_versions.private``. ``torch._foreach_*`` is exempt: torch's own optimizers are written with it.
+``flexcomm.versions.private``. ``torch._foreach_*`` is exempt: torch's own optimizers are written with it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 import tomllib
 from pathlib import Path
 
-from flexcomm.torch_versions import TESTED_ON, TESTED_VERSIONS
+from flexcomm.versions import TESTED_ON, TESTED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flexcomm", "flexdemo", "bench")
-STAND_INS = {"tests/unit/test_torch_versions.py", "tests/unit/test_flexdemo_torch_private.py"}
+STAND_INS = {"tests/unit/test_versions.py", "tests/unit/test_flexdemo_torch_private.py"}
 
 PRIVATE_NAMES = {
     "flexcomm/kernels/cpu/cache.py": {"_cache", "_rebuild", "_reduce"},  # numba's

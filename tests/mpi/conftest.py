@@ -20,7 +20,7 @@ import pytest
 from mpi4py import MPI
 
 import flexcomm
-from flexcomm.bootstrap.mpi_job import FORWARDING_S, write_at_once
+from flexcomm.bootstrap.job import FORWARDING_S, write_at_once
 from tests.mpi.shaped import Shaped, connect_the_first
 from tests.ranks.shapes import SHAPES
 

@@ -14,7 +14,7 @@ import torch
 
 import flexcomm
 from flexcomm.sync.engine import engine_of
-from flexcomm.testing.syncs import require_same_everywhere
+from tests.ranks.sync_laws import require_same_everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,15 +77,17 @@ class Observed:
 def observe(world: World, observed: Callable[[Transport], ObservedTransport]) -> Observed:
     groups = {"intra": observed(world.intra), "inter": observed(world.inter)}
 
-    def clone() -> tuple[Transport, Transport]:
+    def clone_both() -> Any:
         number, cloned = len(groups) // 2, world.clone_groups()
         groups[f"intra {number}"], groups[f"inter {number}"] = observed(cloned.intra), observed(cloned.inter)
-        return groups[f"intra {number}"], groups[f"inter {number}"]  # type: ignore[return-value]
+        return groups[f"intra {number}"]
 
-    return Observed(
-        replace(world, intra=groups["intra"], inter=groups["inter"], _clone=clone, _closers=[]),  # type: ignore[arg-type]
-        groups,
-    )
+    def newest() -> Any:
+        return list(groups.values())[-1]
+
+    intra: Any = groups["intra"]
+    inter: Any = groups["inter"]
+    return Observed(replace(world, intra=intra, inter=inter, _clones=(clone_both, newest), _closers=[]), groups)
 
 
 def digest_of(lines: list[str]) -> Tensor:

@@ -23,9 +23,9 @@ from torch.optim import SGD
 
 import flexcomm
 from flexcomm import InvalidArgumentError, NonFiniteError, TopologyError, World
-from flexcomm.testing.syncs import require_same_everywhere
 from flexdemo import FlexDeMo, FlexDeMoAdamW, attach_to_ddp, attach_to_fsdp
 from flexdemo.parameters import local
+from tests.ranks.sync_laws import require_same_everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import flexcomm
 from flexcomm import ConfigMismatchError, InvalidArgumentError, InvalidTensorError, NonFiniteError, World
-from flexcomm.testing.syncs import require_same_everywhere
 from flexdemo import DistributedOptimizer, FlexDeMo, FlexDeMoAdamW, OuterOptimizer
 from flexdemo.base import NodeOptimizer
 from tests.naive_demo import CLOSEST, ROUNDING, NaiveDemo
+from tests.ranks.sync_laws import require_same_everywhere
 from tests.ranks.zoo import Zoo, gradients_at
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import flexcomm
-from flexcomm.testing import CALL_LAWS, SYNC_LAWS
-from flexcomm.testing.syncs import everything_sent_is_the_mean, require_same_everywhere
 from tests.ranks.shapes import ALWAYS, SHAPES, Shape
+from tests.ranks.sync_laws import CALL_LAWS, SYNC_LAWS, everything_sent_is_the_mean, require_same_everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from torch import Tensor
 import flexcomm
 from flexcomm import InvalidArgumentError, World
 from flexcomm.kernels.cpu import CpuKernels
-from flexcomm.testing.coefficients import elements_of
+from flexcomm.testing.cases import elements_of
 from flexdemo import FlexDeMo, FlexDeMoAdamW, attach_to_fsdp, load_checkpoint, save_checkpoint
 from flexdemo.parameters import local
 from tests.ranks.checkpoint_laws import laws

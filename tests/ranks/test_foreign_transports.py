@@ -14,6 +14,7 @@ from flexcomm.errors import InvalidArgumentError, TopologyError, TransportUnavai
 from tests.ranks.laws import keep
 from tests.ranks.processes import observe_ranks
 from tests.ranks.shapes import Shape
+from tests.ranks.sync_laws import check_sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ def on_both_legs(law: Callable[[World], object], world: World) -> None:
     ("shape", "recipe"), [(Shape(2, 2), flexcomm.demo()), (Shape(3, 1), flexcomm.random_k(0.1))], ids=["2x2", "3x1"]
 )
 def test_a_sync_over_foreign_transports_keeps_every_law(shape: Shape, recipe: Compressor) -> None:
-    keep(partial(on_both_legs, partial(testing.check_sync, compressor=recipe)), shape, limit_s=120)
+    keep(partial(on_both_legs, partial(check_sync, compressor=recipe)), shape, limit_s=120)
 
 
 def holds_a_foreign_transport_to_its_laws(world: World) -> None:

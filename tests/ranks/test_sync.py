@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 
 import flexcomm
-from flexcomm import testing
 from tests.ranks.laws import cases, keep
 from tests.ranks.recipes import LAWS, replicas_stay_equal, usual_laws
 from tests.ranks.shapes import SHAPES, Shape
+from tests.ranks.sync_laws import check_sync
 
 
 @pytest.mark.parametrize(("shape", "law"), cases(SHAPES, LAWS, usual_laws))
@@ -34,6 +34,6 @@ def test_replicas_stay_equal(shape: Shape, steps: str) -> None:
     keep(partial(replicas_stay_equal, steps=STEPS[steps]), shape, limit_s=500)
 
 
-def test_a_user_can_hold_a_world_and_a_compressor_to_all_laws() -> None:
+def test_a_world_of_one_rank_keeps_all_laws() -> None:
     with flexcomm.connect() as world:
-        testing.check_sync(world, flexcomm.top_k(0.1))
+        check_sync(world, flexcomm.top_k(0.1))

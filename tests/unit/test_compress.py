@@ -36,7 +36,7 @@ from flexcomm.errors import CompressorError
 from flexcomm.kernels import ReferenceKernels, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.testing import COMPRESSOR_LAWS, check_compressor
-from flexcomm.testing.coefficients import encode, sent_coefficients
+from flexcomm.testing.cases import encode, sent_coefficients
 from tests.slow import slow_but
 from tests.unit.buckets import gather, opened
 

@@ -13,7 +13,7 @@ from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_
 from flexcomm.compress import TensorSpec, demo, top_k
 from flexcomm.kernels import Kernels, ReferenceKernels, StateUpdate, TensorPlan
 from flexcomm.kernels.cpu import CpuKernels
-from flexcomm.testing.coefficients import elements_of, encode, sent_coefficients
+from flexcomm.testing.cases import elements_of, encode, sent_coefficients
 from tests.naive_demo import CLOSEST, ROUNDING, Floats, NaiveDemo
 
 NODES, STEPS, DECAY, RATE = 3, 50, 0.999, 1e-3

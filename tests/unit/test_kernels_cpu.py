@@ -28,7 +28,7 @@ from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection,
 from flexcomm.kernels.cpu.compiler import kernel_folders
 from flexcomm.kernels.cpu.kernels import share
 from flexcomm.testing import KERNEL_LAWS
-from flexcomm.testing.coefficients import SEQUENCE, decode, encode, encode_bucket, plan_single, sent_coefficients
+from flexcomm.testing.cases import SEQUENCE, decode, encode, encode_bucket, plan_single, sent_coefficients
 from tests.slow import slow_but
 
 if TYPE_CHECKING:

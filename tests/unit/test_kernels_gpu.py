@@ -13,8 +13,7 @@ from flexcomm.kernels import ValueCode as Value
 from flexcomm.kernels.gpu import GpuKernels, blocks
 from flexcomm.kernels.per_tensor import TensorState
 from flexcomm.testing import KERNEL_LAWS
-from flexcomm.testing.cases import numbers
-from flexcomm.testing.coefficients import SEQUENCE, encode, plan_single
+from flexcomm.testing.cases import SEQUENCE, encode, numbers, plan_single
 from flexcomm.testing.kernels import mixing_gives_the_references_bits
 from tests.slow import slow_but
 from tests.unit.cuda_on_host import HostLauncher, compile_for_host

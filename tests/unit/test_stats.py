@@ -7,7 +7,8 @@ from dataclasses import fields
 
 import pytest
 
-from flexcomm.stats import StatsHistory, SyncRecord, Timed
+import flexcomm
+from flexcomm.stats import SyncRecord, Timed
 
 
 def record(factor: int) -> SyncRecord:
@@ -45,26 +46,26 @@ def test_compression_is_the_ratio_of_lengths_and_one_where_nothing_was_sent() ->
     assert SyncRecord().as_dict()["compression"] == 1.0
 
 
-def test_a_history_holds_the_sum_of_all_and_the_last_256_one_by_one() -> None:
-    history = StatsHistory()
+def test_a_world_holds_the_sum_of_all_and_the_last_256_one_by_one() -> None:
+    world = flexcomm.connect()
     for number in range(300):
-        history.add(SyncRecord(syncs=1, dense_bytes=number), sequence=number, step=7)
-    assert history.total.syncs == 300
-    assert history.total.dense_bytes == sum(range(300))
-    assert [one["sequence"] for one in history.recent] == list(range(44, 300))
-    assert history.recent[-1]["dense_bytes"] == 299
+        world.add_stats(SyncRecord(syncs=1, dense_bytes=number), sequence=number, step=7)
+    assert world.stats()["syncs"] == 300
+    assert world.stats()["dense_bytes"] == sum(range(300))
+    assert [one["sequence"] for one in world.recent_syncs()] == list(range(44, 300))
+    assert world.recent_syncs()[-1]["dense_bytes"] == 299
 
 
-def test_what_was_entered_does_not_change_with_its_record() -> None:
-    history, one = StatsHistory(), SyncRecord(syncs=1)
-    history.add(one)
+def test_what_was_added_does_not_change_with_its_record() -> None:
+    world, one = flexcomm.connect(), SyncRecord(syncs=1)
+    world.add_stats(one)
     one.syncs = 5
-    assert history.total.syncs == 1
-    assert history.recent[0]["syncs"] == 1
+    assert world.stats()["syncs"] == 1
+    assert world.recent_syncs()[0]["syncs"] == 1
 
 
 def test_everything_can_be_written_as_json_and_read_back() -> None:
-    history = StatsHistory()
-    history.add(record(2), sequence=3)
-    told = [history.total.as_dict(), *history.recent]
+    world = flexcomm.connect()
+    world.add_stats(record(2), sequence=3)
+    told = [world.stats(), *world.recent_syncs()]
     assert json.loads(json.dumps(told)) == told

@@ -148,13 +148,14 @@ def test_every_rank_is_found_where_it_was_announced(nodes: int, local_size: int,
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_blocks_are_recognised_exactly_when_their_sizes_are_equal(sizes: list[int]) -> None:
-    rank_infos = counted(*((local_rank, size) for size in sizes for local_rank in range(size)))
+def test_blocks_are_recognised_and_refused_exactly_when_their_sizes_differ(sizes: list[int]) -> None:
+    members = arrange(counted(*((local_rank, size) for size in sizes for local_rank in range(size))))
+    assert members is not None
     if len(set(sizes)) == 1:
-        assert arrange(rank_infos) == blocks(sum(sizes), sizes[0])
+        assert members == blocks(sum(sizes), sizes[0])
     else:
         with pytest.raises(TopologyError, match="different numbers of ranks"):
-            arrange(rank_infos)
+            Topology(0, members, "openmpi")
 
 
 def test_blocks_of_ranks_need_no_node_numbers() -> None:
@@ -180,8 +181,10 @@ def test_what_only_an_mpi_can_tell_is_left_open(rank_infos: list[RankInfo]) -> N
     ids=["counted", "numbered"],
 )
 def test_nodes_of_unequal_size_are_refused_with_their_counts(rank_infos: list[RankInfo]) -> None:
+    members = arrange(rank_infos)
+    assert members is not None
     with pytest.raises(TopologyError, match="node 0: 3, node 1: 1"):
-        arrange(rank_infos)
+        Topology(0, members, "none")
 
 
 def test_a_local_rank_announced_twice_is_refused() -> None:

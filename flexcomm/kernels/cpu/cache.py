@@ -35,7 +35,7 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 
-from flexcomm.version import __version__
+from flexcomm.versions import __version__
 
 try:
     from numba.core.compiler import CompileResult

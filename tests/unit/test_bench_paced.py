@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flexcomm
+from bench.paced import Link, PacedTransport, pace
 from flexcomm.errors import DeadlineExceededError, InvalidArgumentError
-from flexcomm.testing import Link, PacedTransport, pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

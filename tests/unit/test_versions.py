@@ -11,8 +11,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 import flexcomm
-from flexcomm.stats import profiler_range
-from flexcomm.torch_versions import TESTED_ON, TESTED_VERSIONS, log_untested_version, private
+from flexcomm.stats import SyncRecord, Timed
+from flexcomm.versions import TESTED_ON, TESTED_VERSIONS, log_untested_version, private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,4 +75,4 @@ def test_a_torch_that_is_not_newer_is_not_logged(
 
 def test_a_torch_that_does_not_tell_whether_it_profiles_is_given_all_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
-    assert isinstance(profiler_range("encode"), torch.profiler.record_function)
+    assert isinstance(Timed(SyncRecord(), "encode")._range, torch.profiler.record_function)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flexcomm
+from bench.paced import PacedTransport, pace
 from flexcomm import testing
-from flexcomm.testing import PacedTransport, pace
 from tests.ranks.laws import cases, keep
 from tests.ranks.shapes import Shape
 

@@ -64,19 +64,6 @@ def check_sync(world: World, compressor: Compressor) -> None:
     """Raise ``AssertionError`` unless synchronising by ``compressor`` keeps every law in this world.
 
     All ranks call it together.
-
-    Args:
-        world: what :func:`flexcomm.connect` returned, over any transports.
-        compressor: any object with the methods of :class:`flexcomm.Compressor`.
-
-    Raises:
-        AssertionError: naming the broken law and the rank. The other ranks may wait until their deadline.
-
-    Example::
-
-        with flexcomm.connect(inter=MyTransport(...)) as world:
-            flexcomm.testing.check_sync(world, flexcomm.demo())
-
     """
     for law in SYNC_LAWS:
         law(world, compressor)

@@ -50,7 +50,7 @@ def pace(world: World, *, rate_bits_per_s: float) -> World:
     Example::
 
         with flexcomm.connect(ranks_per_node=2) as world:
-            world = flexcomm.testing.pace(world, rate_bits_per_s=20e6)
+            world = bench.paced.pace(world, rate_bits_per_s=20e6)
             ...  # hierarchical_sync, optimizers, mixing: all as over links of 20 Mbit/s
 
     """

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flexcomm.bootstrap.rendezvous import (
+from flexcomm.bootstrap.job import (
     FIRST_PORT,
     PORTS,
     find_rendezvous,
-    first_host,
     own_interfaces,
     rendezvous_from_slurm,
 )
@@ -21,7 +20,7 @@ from flexcomm.topology import RankInfo
     [("gpu[007-009,12],login1", "gpu007"), ("node3", "node3"), ("a1,b2", "a1"), ("rack-2-[5,7]", "rack-2-5")],
 )
 def test_the_first_host_of_a_slurm_list_is_found(nodelist: str, host: str) -> None:
-    assert first_host(nodelist) == host
+    assert rendezvous_from_slurm({"SLURM_STEP_NODELIST": nodelist}).address == host
 
 
 def test_steps_of_one_job_meet_on_different_ports() -> None:

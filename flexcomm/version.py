@@ -1,3 +1,0 @@
-"""The library's version, readable without importing anything else."""
-
-__version__ = "0.1.0"
