@@ -161,7 +161,7 @@ def plan_workload(
 
     Args:
         nbytes: bytes of the model that the ranks of a node exchange together, such as 4 per fp32 parameter.
-        bucket_nbytes: the largest size of a bucket: 25 MiB in DDP, ``flexcomm.sync.BUCKET_BYTES`` in flexdemo.
+        bucket_nbytes: the largest size of a bucket: 25 MiB in DDP, ``flexcomm.BUCKET_BYTES`` in flexdemo.
         forward_s: seconds of the forward pass.
         backward_s: seconds of the backward pass.
         optimizer_s: seconds of the optimizer, mixing included.

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flexcomm import gossip
-from flexcomm.sync import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES, gossip
 from flexdemo.__main__ import main
 from flexdemo.predict import PredictError
 from flexdemo.predict.command import parse_bits_per_s, parse_count, parse_straggler
