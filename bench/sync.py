@@ -23,9 +23,8 @@ from bench.step.models import draw_gradients, find_model
 from bench.tables import print_table, show_size
 from bench.transport import compute_in_torch, slowest
 from bench.world import describe_world
-from flexcomm import Residuals, TensorSpec, World, demo, hierarchical_sync, start_sync, top_k
+from flexcomm import BUCKET_BYTES, Residuals, TensorSpec, World, demo, hierarchical_sync, start_sync, top_k
 from flexcomm.codec import plan_buffer
-from flexcomm.sync import BUCKET_BYTES
 from flexcomm.topology import read_launcher
 
 _FIGURES = frozenset({"overhead_us", "exposed_share", "growth_kib", "growth_objects"})

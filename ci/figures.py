@@ -15,7 +15,6 @@ import torch
 
 import flexcomm
 import flexdemo
-from flexcomm.sync import fill_buckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +98,7 @@ def main() -> None:
         frames = frames_to_gather(step)
         print(f"frames from FlexDeMo.step to the gather: {len(frames)}: {' > '.join(frames)}")
     specs = [flexcomm.TensorSpec(str(i), shape, torch.float32) for i, shape in enumerate(reversed(gpt2_shapes()))]
-    print(f"buckets of GPT-2 124M at 16 MiB: {len(fill_buckets(specs, 16 << 20))}")
+    print(f"buckets of GPT-2 124M at 16 MiB: {len(flexcomm.fill_buckets(specs, 16 << 20))}")
     for package in LIBRARY:
         sources = [path for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".cu", ".h")]
         print(f"{package}: {len(sources)} files, {sum(len(path.read_text().splitlines()) for path in sources)} lines")

@@ -5,8 +5,19 @@ between nodes.
 """
 
 from flexcomm import gossip
-from flexcomm.codec import plan_tensor
-from flexcomm.compress import Compressor, Pipeline, TensorSpec, demo, dense, random_k, sign, striding, threshold, top_k
+from flexcomm.codec import TensorShard, plan_tensor, shard_tensor
+from flexcomm.compress import (
+    Compressor,
+    Pipeline,
+    TensorSpec,
+    demo,
+    dense,
+    random_k,
+    sign,
+    striding,
+    threshold,
+    top_k,
+)
 from flexcomm.errors import (
     CompressorError,
     ConfigMismatchError,
@@ -26,26 +37,19 @@ from flexcomm.errors import (
 from flexcomm.gossip.api import MixHandle, MixResult, mix, start_mix
 from flexcomm.gossip.mix import MixResiduals, PushSum
 from flexcomm.kernels import Average, TensorPlan
-from flexcomm.sync import (
+from flexcomm.sync.api import (
     BUCKET_BYTES,
-    AlgorithmOption,
-    BucketCodec,
-    BucketCompressor,
-    NonFinitePolicy,
-    Residuals,
-    SyncHandle,
-    SyncPlan,
-    TensorShard,
-    choose_algorithms,
-    fill_buckets,
     hierarchical_sync,
     plan_sync,
-    shard_tensor,
     shards_held,
     start_exchange,
     start_planned,
     start_sync,
 )
+from flexcomm.sync.bucket_codec import BucketCodec, BucketCompressor
+from flexcomm.sync.call import SyncHandle
+from flexcomm.sync.plan import AlgorithmOption, NonFinitePolicy, SyncPlan, choose_algorithms, fill_buckets
+from flexcomm.sync.residuals import Residuals
 from flexcomm.topology import Topology
 from flexcomm.transport import Handle, Transport
 from flexcomm.versions import __version__

@@ -11,8 +11,8 @@ import torch
 
 import flexcomm
 from bench.errors import UsageError
+from flexcomm import AlgorithmOption as Algorithm
 from flexcomm import Compressor, FlexcommError
-from flexcomm.sync import AlgorithmOption as Algorithm
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # A name each, as strings exist on the command line only. The library keeps no such list.

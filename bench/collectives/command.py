@@ -36,8 +36,8 @@ from bench.collectives.output import Printer, check_plot_possible, draw_plot, sh
 from bench.common_options import CheckOption, JsonOption, LinkOption, QuickOption, Report, check_count, conclude
 from bench.errors import UsageError
 from bench.world import describe_world
+from flexcomm import AlgorithmOption as Algorithm
 from flexcomm import InvalidArgumentError, World
-from flexcomm.sync import AlgorithmOption as Algorithm
 from flexcomm.topology import read_launcher
 
 _FIGURES = frozenset({"wrong", "link_share", "effective_mb_per_s"})

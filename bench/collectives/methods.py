@@ -7,11 +7,10 @@ from torch import Tensor
 
 from bench.collectives.arguments import DTYPES, NamedCompressor
 from bench.world import all_ranks_transport, crossing_nbytes
-from flexcomm import TensorSpec, World, dense, start_sync
+from flexcomm import BUCKET_BYTES, TensorSpec, World, dense, start_sync
+from flexcomm import AlgorithmOption as Algorithm
 from flexcomm.codec import plan_tensor
 from flexcomm.kernels import TensorPlan
-from flexcomm.sync import BUCKET_BYTES
-from flexcomm.sync import AlgorithmOption as Algorithm
 from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
 
 

@@ -6,13 +6,13 @@ keeps an ``Encoder`` and a ``Decoder``, which check and slice buffers once. Chun
 tensors are put into buckets changes no bit of the result.
 """
 
-from flexcomm.codec.decode import Decoder, decode_bucket_, regions_of
-from flexcomm.codec.encode import Encoder, check_numbers, encode_bucket_
-from flexcomm.codec.plan import assemble_buffer, is_dense, plan_buffer, plan_tensor
+from flexcomm.codec.coders import Decoder, Encoder, check_numbers, decode_bucket_, encode_bucket_, regions_of
+from flexcomm.codec.plan import TensorShard, assemble_buffer, is_dense, plan_buffer, plan_tensor, shard_tensor
 
 __all__ = [
     "Decoder",
     "Encoder",
+    "TensorShard",
     "assemble_buffer",
     "check_numbers",
     "decode_bucket_",
@@ -21,4 +21,5 @@ __all__ = [
     "plan_buffer",
     "plan_tensor",
     "regions_of",
+    "shard_tensor",
 ]

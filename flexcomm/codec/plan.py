@@ -1,11 +1,20 @@
-"""The layout of a bucket's buffer, which follows from shapes: what is sent of each tensor, and where it lies."""
+"""What is sent of a tensor, how tensors are cut into shards, and the layout of a bucket's buffer, all from shapes.
+
+Tensors are cut between chunks, so every chunk is what it would be uncut. The cuts follow from the tensor's own plan and
+name and from the number of ranks, never from the other tensors of its bucket: bucketing changes nothing.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
 
 from flexcomm.compress import Compressor, TensorSpec, dense
 from flexcomm.errors import CompressorError
@@ -13,33 +22,6 @@ from flexcomm.kernels import BufferPlan, Selection, TensorPlan, plan_layout
 from flexcomm.kernels.layout import VERSION
 
 _TINY_NUMEL = 64
-
-
-def plan_buffer(specs: Sequence[TensorSpec], compressor: Compressor) -> BufferPlan:
-    """Return how these tensors share a buffer. A tensor that would be longer than if sent whole is sent whole."""
-    try:
-        hash(compressor)
-    except TypeError as error:
-        raise CompressorError(
-            f"{compressor} cannot be hashed ({error}), but plans are kept by the settings they follow from: make "
-            f"{type(compressor).__name__} a dataclass(frozen=True) of settings that can be."
-        ) from error
-    plain = tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs)
-    return _plan_bucket(plain, compressor)
-
-
-@lru_cache(maxsize=1024)
-def _plan_bucket(specs: tuple[TensorSpec, ...], compressor: Compressor) -> BufferPlan:
-    names = [spec.name for spec in specs]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise CompressorError(f"several tensors of one bucket are called {', '.join(twice)}: give each its own name.")
-    return assemble_buffer(specs, tuple(plan_tensor(spec, compressor) for spec in specs))
-
-
-def assemble_buffer(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> BufferPlan:
-    """Return how tensors with these plans share a buffer."""
-    return BufferPlan.of(specs, plans, _digest(specs, plans))
 
 
 def plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
@@ -68,17 +50,35 @@ def is_dense(plan: TensorPlan) -> bool:
     return plan.selection is Selection.EVERYTHING and not plan.transformed and not plan.values.format.scales
 
 
-def _digest(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> int:
-    text = _digest_text(specs, plans)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def plan_buffer(specs: Sequence[TensorSpec], compressor: Compressor) -> BufferPlan:
+    """Return how these tensors share a buffer. A tensor that would be longer than if sent whole is sent whole."""
+    try:
+        hash(compressor)
+    except TypeError as error:
+        raise CompressorError(
+            f"{compressor} cannot be hashed ({error}), but plans are kept by the settings they follow from: make "
+            f"{type(compressor).__name__} a dataclass(frozen=True) of settings that can be."
+        ) from error
+    return _plan_buffer(tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs), compressor)
 
 
-def _digest_text(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> str:
-    """Return the text of docs/wire.md that is hashed. It is a part of the format: names in it are not the classes'."""
+@lru_cache(maxsize=1024)
+def _plan_buffer(specs: tuple[TensorSpec, ...], compressor: Compressor) -> BufferPlan:
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise CompressorError(f"several tensors of one bucket are called {', '.join(twice)}: give each its own name.")
+    return assemble_buffer(specs, tuple(plan_tensor(spec, compressor) for spec in specs))
+
+
+def assemble_buffer(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> BufferPlan:
+    """Return how tensors with these plans share a buffer."""
+    # The text of docs/wire.md that is hashed. It is a part of the format: names in it are not the classes'.
     tensors = [(spec.name, spec.shape, str(spec.dtype)) for spec in specs]
-    described = [_describe(plan) for plan in plans]
-    listed = f"({described[0]},)" if len(described) == 1 else f"({', '.join(described)})"
-    return f"({VERSION}, {tensors!r}, {listed})"
+    described = ", ".join(map(_describe, plans)) + ("," if len(plans) == 1 else "")
+    text = f"({VERSION}, {tensors!r}, ({described}))"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return BufferPlan.of(specs, plans, int.from_bytes(digest, "little"))
 
 
 def _describe(plan: TensorPlan) -> str:
@@ -89,3 +89,63 @@ def _describe(plan: TensorPlan) -> str:
         f"values=<ValueCode.{plan.values.name}: {int(plan.values)}>, tau={plan.tau!r}, seed={plan.seed!r}, "
         f"exact={plan.variable_length!r})"
     )
+
+
+class TensorShard(NamedTuple):
+    """Elements ``first`` to ``last`` of a flattened tensor, chunks from ``first_chunk`` on, and the plan for them."""
+
+    spec: TensorSpec
+    plan: TensorPlan
+    first: int
+    last: int
+    first_chunk: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this shard of a tensor: a view, if the tensor is contiguous."""
+        return tensor.reshape(-1)[self.first : self.last].view(self.spec.shape)
+
+    def state_of(self, state: Tensor) -> Tensor:
+        """Return this shard's part of the state of the whole tensor."""
+        return state[self.first_chunk : self.first_chunk + self.plan.chunks]
+
+
+def shard_tensor(spec: TensorSpec, plan: TensorPlan, ranks: int) -> list[TensorShard | None]:
+    """Return the shard of each rank; None for ranks that get nothing of a tensor with too few chunks.
+
+    The name decides which rank gets the first shard: otherwise rank 0 would get all the small tensors.
+
+    Args:
+        spec: the tensor.
+        plan: what is sent of it, by :func:`plan_tensor`.
+        ranks: the number of ranks of a node.
+
+    """
+    # By rows of chunks, or by chunks if there is one row. A last row of chunks that holds a single row of elements
+    # stays with the one before: alone, it would be a plan for a tensor of one row, and chunked differently.
+    is_flat = plan.rows <= 1
+    units = plan.grid_cols if is_flat else plan.grid_rows - (plan.rows % plan.chunk_rows == 1 and plan.grid_rows > 1)
+    bounds = [units * number // ranks for number in range(ranks + 1)]
+    shards = [_make_shard(spec, plan, units, *bounds[number : number + 2]) for number in range(ranks)]
+    offset = zlib.crc32(spec.name.encode()) % ranks
+    return shards[-offset:] + shards[:-offset]
+
+
+def _make_shard(spec: TensorSpec, plan: TensorPlan, units: int, begin: int, end: int) -> TensorShard | None:
+    """Return units ``begin`` to ``end`` of a tensor that can be cut into ``units``."""
+    if begin == end:
+        return None
+    if begin == 0 and end == units:
+        return TensorShard(spec, plan, 0, plan.rows * plan.cols, 0)
+    shape: tuple[int, ...]
+    if plan.rows <= 1:
+        first, last = begin * plan.chunk_cols, plan.cols if end == units else end * plan.chunk_cols
+        shape, part, first_chunk = (last - first,), replace(plan, cols=last - first), begin
+    else:
+        top, bottom = begin * plan.chunk_rows, plan.rows if end == units else end * plan.chunk_rows
+        first, last = top * plan.cols, bottom * plan.cols
+        shape, part = (bottom - top, plan.cols), replace(plan, rows=bottom - top)
+        first_chunk = begin * plan.grid_cols
+    if plan.is_variable:
+        # By chunks, not by units: the last one may hold two rows of chunks.
+        part = replace(part, k=-(-plan.k * part.chunks // plan.chunks))
+    return TensorShard(TensorSpec(f"{spec.name}[{first}:{last}]", shape, spec.dtype), part, first, last, first_chunk)

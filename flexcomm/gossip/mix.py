@@ -33,8 +33,7 @@ from flexcomm.gossip.plan import MixPlan
 from flexcomm.stats import SyncRecord, Timed
 from flexcomm.sync.algorithms import Collective, Steps
 from flexcomm.sync.bucket import VERIFIED, Verified
-from flexcomm.sync.buffers import Buffers
-from flexcomm.sync.plan import sum_dtype
+from flexcomm.sync.plan import Buffers, sum_dtype
 
 Messages = Sequence[tuple[int, Tensor]]
 

@@ -16,9 +16,8 @@ from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensor
 from flexcomm.gossip.schedule import ScheduleLike
 from flexcomm.kernels import BufferPlan, Kernels, TensorPlan, choose_kernels
 from flexcomm.sync.algorithms import Leg
-from flexcomm.sync.buffers import BufferPool
-from flexcomm.sync.engine import engine_of
-from flexcomm.sync.workers import CommThreads
+from flexcomm.sync.engine import CommThreads, engine_of
+from flexcomm.sync.plan import BufferPool
 from flexcomm.transport import Transport
 from flexcomm.world import World
 

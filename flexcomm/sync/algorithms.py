@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
@@ -19,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexcomm.codec import Decoder, Encoder, regions_of
-from flexcomm.errors import ConfigMismatchError, FlexcommError, WireError
+from flexcomm.codec import Decoder, Encoder, TensorShard, assemble_buffer, regions_of, shard_tensor
+from flexcomm.compress import TensorSpec
+from flexcomm.errors import ConfigMismatchError, WireError
 from flexcomm.kernels import BufferPlan, Selection, TensorPlan, ValueCode
 from flexcomm.kernels.layout import HEADER_NBYTES
 from flexcomm.stats import Timed
@@ -29,8 +31,12 @@ from flexcomm.transport import Handle, Transport
 if TYPE_CHECKING:
     from flexcomm.sync.bucket import BucketContext
 
+Algorithm = Literal["gather", "gatherv", "reduce", "two_phase", "dense", "codec"]
 Leg = Literal["reduce_inside", "exchange", "second_exchange", "gather_inside"]
-"""A part of a bucket's path with at most one collective: inside the node, or between nodes."""
+"""A part of a bucket's path whose collectives run one after the other, on one process group.
+
+A synchronisation has at most one collective on a leg; a mix may have several.
+"""
 LEGS: tuple[Leg, ...] = get_args(Leg)
 LEVELS: dict[Leg, Literal["intra", "inter"]] = {
     "reduce_inside": "intra",
@@ -57,52 +63,28 @@ Steps = Generator[Collective, Any, T]
 
 
 class Received(Protocol):
-    """What came from the other nodes for this rank's shard."""
+    """What came from other ranks for some of the bucket's shards."""
 
     def verify(self, ctx: BucketContext) -> list[str]:
         """Check it; return the senders that had nonfinite values."""
         ...
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
-        """Fill ``outputs``, one for each tensor shard, with the averages."""
+        """Fill ``outputs``, one for each of these shards, with the averages."""
         ...
 
 
-class FailedExchange(NamedTuple):
-    """An exchange that failed on this rank; the ranks of its node learn of it when they gather."""
-
-    error: FlexcommError
-
-    def verify(self, ctx: BucketContext) -> list[str]:
-        del ctx
-        raise self.error
-
-    def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
-        del ctx, outputs
-        raise self.error
-
-
-def encode_(
-    ctx: BucketContext,
-    encoder: Encoder,
-    shard: Sequence[Tensor],
-    states: Sequence[Tensor] | None,
-    states_out: Sequence[Tensor] | None,
-) -> None:
-    """Fill the encoder's buffer, or mark it where values are nonfinite."""
+def encode_(ctx: BucketContext, encoder: Encoder, *args: Any) -> None:
+    """Call ``encoder.encode_(*args)``, or mark its buffer as that of a sender with nothing to send."""
     with Timed(ctx.record, "encode"):
         if ctx.nonfinite:
             encoder.mark_nonfinite_(step=ctx.step, sequence=ctx.sequence)
         else:
-            ctx.nonfinite = encoder.encode_(shard, states, states_out, ctx.update, step=ctx.step, sequence=ctx.sequence)
+            ctx.nonfinite = encoder.encode_(*args, step=ctx.step, sequence=ctx.sequence)
 
 
 def decoder_for(
-    ctx: BucketContext,
-    plan: BufferPlan,
-    gathered: Tensor,
-    senders: Sequence[str],
-    decoded_as: BufferPlan | None = None,
+    ctx: BucketContext, plan: BufferPlan, gathered: Tensor, senders: Sequence[str], decoded_as: BufferPlan | None = None
 ) -> Decoder:
     """Return a decoder of buffers that are all as long as the plan says."""
     return Decoder(plan, gathered, regions_of(senders, [plan.nbytes] * len(senders)), ctx.kernels, decoded_as)
@@ -124,45 +106,44 @@ class GatheredPayloads:
 
 def gather(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     """All-gather buffers whose length follows from the plan: one collective, and no exchange of lengths."""
-    nbytes = ctx.buffer_plan.nbytes
-    encoder = ctx.buffers.get("encoder", lambda: _make_encoder(ctx))
-    encode_(ctx, encoder, shard, ctx.states, ctx.states_out)
-    ctx.record.payload_bytes += nbytes
-    received = ctx.buffers.get("gathered", lambda: _make_gathered(ctx))
-    moved = (ctx.nodes - 1) * nbytes
+    plan, encoder = ctx.buffer_plan, _encode_shard(ctx, shard)
+
+    def make_received() -> GatheredPayloads:
+        gathered = ctx.buffers.allocate(ctx.nodes, plan.nbytes)
+        return GatheredPayloads(gathered, decoder_for(ctx, plan, gathered, ctx.senders))
+
+    ctx.record.payload_bytes += plan.nbytes
+    received = ctx.buffers.get("gathered", make_received)
+    moved = (ctx.nodes - 1) * plan.nbytes
     yield Collective("exchange", methodcaller("all_gather", encoder.buffer, received.gathered), moved, moved)
     return received
 
 
-def _make_encoder(ctx: BucketContext) -> Encoder:
-    return Encoder(ctx.buffer_plan, ctx.buffers.allocate(ctx.buffer_plan.nbytes), ctx.kernels)
-
-
-def _make_gathered(ctx: BucketContext) -> GatheredPayloads:
-    gathered = ctx.buffers.allocate(ctx.nodes, ctx.buffer_plan.nbytes)
-    return GatheredPayloads(gathered, decoder_for(ctx, ctx.buffer_plan, gathered, ctx.senders))
-
-
-def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
+def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     """All-gather lengths, then buffers as long as what they hold."""
-    most = ctx.buffer_plan.nbytes
-    encoder = ctx.buffers.get("encoder", lambda: _make_encoder(ctx))
-    encode_(ctx, encoder, shard, ctx.states, ctx.states_out)
-    nbytes = encoder.nbytes
-    moved = (ctx.nodes - 1) * torch.int64.itemsize
+    plan, encoder = ctx.buffer_plan, _encode_shard(ctx, shard)
+    nbytes, moved = encoder.nbytes, (ctx.nodes - 1) * torch.int64.itemsize
     length = torch.tensor([nbytes], device="cpu")
     lengths = yield Collective("exchange", methodcaller("all_gather", length), moved, moved, is_short=True)
     counts: list[int] = lengths.view(-1).tolist()
     for sender, count in zip(ctx.senders, counts, strict=True):
-        if not 0 < count <= most:
-            problem = f"it announces {count} bytes, where 1 to {most} are possible: install one release on every rank."
-            return FailedExchange(WireError(sender, "length", problem))
+        if not 0 < count <= plan.nbytes:
+            needed = f"where 1 to {plan.nbytes} are possible: install one release on every rank."
+            raise WireError(sender, "length", f"it announces {count} bytes, {needed}")
     ctx.record.payload_bytes += nbytes
-    room = ctx.buffers.get("gathered of any length", lambda: ctx.buffers.allocate(ctx.nodes * most))
+    room = ctx.buffers.get("gathered of any length", lambda: ctx.buffers.allocate(ctx.nodes * plan.nbytes))
     gathered = room[: sum(counts)]
     start = methodcaller("all_gatherv", encoder.buffer[:nbytes], counts, gathered)
     yield Collective("second_exchange", start, (ctx.nodes - 1) * nbytes, sum(counts) - nbytes)
-    return GatheredPayloads(gathered, Decoder(ctx.buffer_plan, gathered, regions_of(ctx.senders, counts), ctx.kernels))
+    return GatheredPayloads(gathered, Decoder(plan, gathered, regions_of(ctx.senders, counts), ctx.kernels))
+
+
+def _encode_shard(ctx: BucketContext, shard: list[Tensor]) -> Encoder:
+    """Return the encoder of the buffer that now holds the shard."""
+    plan = ctx.buffer_plan
+    encoder = ctx.buffers.get("encoder", lambda: Encoder(plan, ctx.buffers.allocate(plan.nbytes), ctx.kernels))
+    encode_(ctx, encoder, shard, ctx.states, ctx.states_out, ctx.update)
+    return encoder
 
 
 _DIGEST_BITS = 64
@@ -200,8 +181,18 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     No header travels, but a digest of it does, one number for each bit: where all nodes agree, each bit sums up to 0 or
     to the number of nodes.
     """
-    reduced = ctx.buffers.get("reduced", lambda: _make_reduced(ctx))
-    encode_(ctx, reduced.encoder, shard, ctx.states, ctx.states_out)
+
+    def make_reduced() -> ReducedValues:
+        plan, dtype = ctx.buffer_plan, _value_dtype(ctx.buffer_plan)
+        assert dtype is not None, "plans are asked before they are reduced"  # noqa: S101  (our own invariant)
+        tail = (_DIGEST_BITS + 1) * dtype.itemsize
+        buffer = ctx.buffers.allocate(plan.nbytes + -(-tail // 4) * 4)
+        values = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
+        encoder, decoder = Encoder(plan, buffer, ctx.kernels), decoder_for(ctx, plan, buffer, ["the sum over nodes"])
+        return ReducedValues(encoder, decoder, values, values[-_DIGEST_BITS - 1 : -1], values[-1:])
+
+    reduced = ctx.buffers.get("reduced", make_reduced)
+    encode_(ctx, reduced.encoder, shard, ctx.states, ctx.states_out, ctx.update)
     reduced.digest.copy_(digest_bits(ctx))
     reduced.nonfinite.fill_(bool(ctx.nonfinite))
     ctx.record.payload_bytes += reduced.values.nbytes
@@ -210,26 +201,15 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     return reduced
 
 
-def _make_reduced(ctx: BucketContext) -> ReducedValues:
-    plan, dtype = ctx.buffer_plan, _value_dtype(ctx.buffer_plan)
-    assert dtype is not None, "plans are asked before they are reduced"  # noqa: S101  (our own invariant)
-    tail = (_DIGEST_BITS + 1) * dtype.itemsize
-    buffer = ctx.buffers.allocate(plan.nbytes + -(-tail // 4) * 4)
-    values = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
-    return ReducedValues(
-        Encoder(plan, buffer, ctx.kernels),
-        decoder_for(ctx, plan, buffer, ["the sum over nodes"]),
-        values,
-        values[-_DIGEST_BITS - 1 : -1],
-        values[-1:],
-    )
-
-
 def digest_bits(ctx: BucketContext) -> Tensor:
     """Return what all nodes must have in common as 64 zeros and ones, which sums can be compared with."""
-    digest = hash((ctx.plan.digests[ctx.local_rank], ctx.step, ctx.sequence))  # integers hash alike in every process
-    octets = np.frombuffer(digest.to_bytes(_DIGEST_BITS // 8, "little", signed=True), np.uint8)
+    octets = np.frombuffer(digest_of(ctx, ctx.plan.digests[ctx.local_rank]), np.uint8)
     return torch.from_numpy(np.unpackbits(octets, bitorder="little").astype(np.float32))
+
+
+def digest_of(ctx: BucketContext, *digests: int) -> bytes:
+    # Integers hash alike in every process.
+    return hash((*digests, ctx.step, ctx.sequence)).to_bytes(_DIGEST_BITS // 8, "little", signed=True)
 
 
 def can_reduce(plan: BufferPlan, nodes: int) -> bool:
@@ -245,14 +225,157 @@ def _value_dtype(plan: BufferPlan) -> torch.dtype | None:
     return codes.pop().format.sum_dtype if len(codes) == 1 else None
 
 
+class NodePart(NamedTuple):
+    """The part of a bucket that one node averages in ``two_phase``: shards of shards, with the plans of both phases.
+
+    ``sent`` is the plan of the buffers that all nodes send it, ``coefficients`` of the same seen as flat chunks, which
+    are not transformed back; ``averaged`` of the averages it sends on, and ``restored`` of the same as the elements
+    they stand for.
+    """
+
+    numbers: tuple[int, ...]
+    shards: tuple[TensorShard, ...]
+    sent: BufferPlan
+    coefficients: BufferPlan
+    averaged: BufferPlan
+    restored: BufferPlan
+
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [shard.of(tensors[number]) for number, shard in zip(self.numbers, self.shards, strict=True)]
+
+    def state_views(self, states: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+        numbered = zip(self.numbers, self.shards, strict=True)
+        return states and [shard.state_of(states[number]) for number, shard in numbered]
+
+
+@lru_cache(maxsize=1024)
+def plan_two_phase(shards: tuple[TensorShard, ...], nodes: int) -> list[NodePart]:
+    """Return which part of a rank's shards each node averages."""
+    by_node: list[list[tuple[int, TensorShard]]] = [[] for _ in range(nodes)]
+    for number, shard in enumerate(shards):
+        for node, part in enumerate(shard_tensor(shard.spec, shard.plan, nodes)):
+            if part is not None:
+                by_node[node].append((number, part))
+    return [_plan_part(numbered, nodes) for numbered in by_node]
+
+
+def _plan_part(numbered: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
+    numbers, shards = tuple(number for number, _ in numbered), tuple(shard for _, shard in numbered)
+    specs, plans = tuple(shard.spec for shard in shards), tuple(shard.plan for shard in shards)
+    # Averages hold, in full precision, all coefficients that any node may have sent.
+    unions = []
+    for plan in plans:
+        k = min(plan.k * nodes, plan.chunk_numel)
+        selection = Selection.EVERYTHING if k == plan.chunk_numel else Selection.TOP_K
+        unions.append(replace(plan, selection=selection, k=k, values=ValueCode.FP32))
+    flat_specs = tuple(
+        TensorSpec(f"{spec.name} averaged", (plan.chunks * plan.chunk_numel,), torch.float32)
+        for spec, plan in zip(specs, plans, strict=True)
+    )
+    return NodePart(
+        numbers,
+        shards,
+        assemble_buffer(specs, plans),
+        assemble_buffer(flat_specs, tuple(map(_flat_plan, plans))),
+        assemble_buffer(flat_specs, tuple(map(_flat_plan, unions))),
+        assemble_buffer(specs, tuple(unions)),
+    )
+
+
+def _flat_plan(plan: TensorPlan) -> TensorPlan:
+    """Return the plan for coefficients as they are, chunk by chunk. Its payloads look the same."""
+    numel = plan.chunks * plan.chunk_numel
+    return replace(plan, rows=1, cols=numel, chunk_rows=1, chunk_cols=plan.chunk_numel, transformed=False)
+
+
+@dataclass(frozen=True)
+class TwoPhases:
+    """The buffers of both phases: encoders for every node's part, what this node received and averages, all averages.
+
+    ``decoders`` read the averages of all parts, each from the node that computed it.
+    """
+
+    parts: list[NodePart]
+    encoders: list[Encoder]
+    received: Tensor
+    own_decoder: Decoder
+    coefficients: list[Tensor]
+    averages: Tensor
+    averages_encoder: Encoder
+    gathered: Tensor
+    decoders: list[Decoder]
+
+    def verify(self, ctx: BucketContext) -> list[str]:
+        return [sender for one in self.decoders for sender in one.verify(step=ctx.step, sequence=ctx.sequence)]
+
+    def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
+        for part, decoder in zip(self.parts, self.decoders, strict=True):
+            decoder.decode_(part.views(outputs), step=ctx.step, average="nodes")
+
+
+def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
+    """Send every node its part, average what came for this node's part, and all-gather the averages.
+
+    With many nodes less is sent than by gathering everything, as long as what they select coincides enough.
+    """
+    phases = ctx.buffers.get("two phases", lambda: _make_phases(ctx, plan_two_phase(ctx.shards, ctx.nodes)))
+    for part, encoder in zip(phases.parts, phases.encoders, strict=True):
+        states, states_out = part.state_views(ctx.states), part.state_views(ctx.states_out)
+        encode_(ctx, encoder, part.views(shard), states, states_out, ctx.update)
+    sends = [(node, encoder.buffer) for node, encoder in enumerate(phases.encoders)]
+    own_nbytes = phases.parts[ctx.node].sent.nbytes
+    sent = sum(buffer.numel() for _, buffer in sends) - own_nbytes
+    ctx.record.payload_bytes += sent + own_nbytes
+    start = methodcaller("send_recv", sends, list(enumerate(phases.received)))
+    yield Collective("exchange", start, sent, (ctx.nodes - 1) * own_nbytes)
+    failure: WireError | None = None
+    with Timed(ctx.record, "decode"):
+        try:
+            senders = phases.own_decoder.verify(step=ctx.step, sequence=ctx.sequence)
+            ctx.nonfinite = ctx.nonfinite or ", ".join(senders)
+        except WireError as error:
+            # The other nodes wait for the averages, which are marked as nothing to send.
+            failure, ctx.nonfinite = error, ctx.nonfinite or str(error)
+        if not ctx.nonfinite:
+            phases.own_decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.average)
+    encode_(ctx, phases.averages_encoder, phases.coefficients)
+    moved = (ctx.nodes - 1) * phases.averages.nbytes
+    yield Collective("second_exchange", methodcaller("all_gather", phases.averages, phases.gathered), moved, moved)
+    if failure is not None:
+        raise failure
+    return phases
+
+
+def _make_phases(ctx: BucketContext, parts: list[NodePart]) -> TwoPhases:
+    allocate, own, longest = ctx.buffers.allocate, parts[ctx.node], max(part.averaged.nbytes for part in parts)
+    received, averages, gathered = allocate(ctx.nodes, own.sent.nbytes), allocate(longest), allocate(ctx.nodes, longest)
+    return TwoPhases(
+        parts,
+        [Encoder(part.sent, allocate(part.sent.nbytes), ctx.kernels) for part in parts],
+        received,
+        decoder_for(ctx, own.sent, received, ctx.senders, own.coefficients),
+        [allocate(*spec.shape, dtype=torch.float32) for spec in own.coefficients.specs],
+        averages,
+        Encoder(own.averaged, averages[: own.averaged.nbytes], ctx.kernels),
+        gathered,
+        [
+            decoder_for(ctx, part.averaged, row[: part.averaged.nbytes], [sender], part.restored)
+            for part, row, sender in zip(parts, gathered, ctx.senders, strict=True)
+        ],
+    )
+
+
 def dense_plan(plan: TensorPlan, dtype: torch.dtype) -> TensorPlan:
     """Return a plan that sends every coefficient, in the same coordinates."""
-    return replace(
-        plan,
-        selection=Selection.EVERYTHING,
-        k=plan.chunk_numel,
-        values=ValueCode.of(dtype),
-        tau=0.0,
-        seed=0,
-        variable_length=False,
-    )
+    everything, code = Selection.EVERYTHING, ValueCode.of(dtype)
+    return replace(plan, selection=everything, k=plan.chunk_numel, values=code, tau=0.0, seed=0, variable_length=False)
+
+
+ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Received]]] = {
+    "gather": gather,
+    "gatherv": gatherv,
+    "reduce": reduce,
+    "two_phase": two_phase,
+    "dense": reduce,
+    "codec": lambda ctx, shard: ctx.plan.codecs[ctx.local_rank].exchange(ctx, shard),
+}

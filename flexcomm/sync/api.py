@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from flexcomm.codec import TensorShard
 from flexcomm.compress import Compressor, TensorSpec
 from flexcomm.device import is_supported, supported_names
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
 from flexcomm.kernels import Average
-from flexcomm.stats import SyncRecord
-from flexcomm.sync.engine import SyncCall, engine_of
-from flexcomm.sync.outputs import check_outputs
+from flexcomm.sync.call import SyncHandle, T
+from flexcomm.sync.engine import can_run_in_background, engine_of
 from flexcomm.sync.plan import AlgorithmOption, NonFinitePolicy, SyncPlan, SyncSettings
 from flexcomm.sync.residuals import Residuals
-from flexcomm.sync.shards import TensorShard
-from flexcomm.sync.workers import can_run_in_background
 from flexcomm.world import World, default_world
 
 BUCKET_BYTES = 16 << 20
 """Dense bytes of a bucket. docs/benchmarks.md shows what other sizes cost."""
-
-_SHARD_NAME = re.compile(r"\[\d+:\d+\]$")
-
-T = TypeVar("T", Tensor, list[Tensor])
 
 
 def hierarchical_sync(
@@ -80,9 +74,9 @@ def hierarchical_sync(
         tensor([0., 0., 0., 0., 0., 0., 6., 7.])
 
     """
-    driven = _Driven(world or default_world(), all_ranks=True, in_background=False)
+    where = (world or default_world(), True, False)
     return _start(
-        driven, tensors, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out
+        *where, tensors, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out
     ).wait()
 
 
@@ -113,8 +107,8 @@ def start_sync(
         tensor([1., 1., 1.])
 
     """
-    driven = _Driven(world or default_world(), all_ranks=True, in_background=True)
-    return _start(driven, tensors, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out)
+    where = (world or default_world(), True, True)
+    return _start(*where, tensors, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out)
 
 
 def start_exchange(
@@ -143,8 +137,8 @@ def start_exchange(
         tensor([1., 1., 1.])
 
     """
-    driven = _Driven(world or default_world(), all_ranks=False, in_background=True)
-    return _start(driven, shards, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out)
+    where = (world or default_world(), False, True)
+    return _start(*where, shards, compressor, residuals, names, step, average, algorithm, nonfinite, bucket_bytes, out)
 
 
 def plan_sync(
@@ -177,19 +171,18 @@ def plan_sync(
         has_residuals: whether the calls will have residuals.
 
     """
-    engine, topology = engine_of(world), world.topology
-    intra = world.intra if all_ranks else engine.node_of_one
+    topology, device = world.topology, _device_of(tensors)
+    ranks, rank = (world.intra.size, world.intra.rank) if all_ranks else (1, 0)
     groups = topology.inter_groups if all_ranks else [topology.inter_groups[topology.local_rank]]
-    device = _device_of(tensors)
     return SyncPlan(
         SyncSettings(_specs_of(tensors, names), compressor, average, algorithm, nonfinite, bucket_bytes, has_residuals),
         device,
         world.inter.size,
-        intra.size,
-        intra.rank,
+        ranks,
+        rank,
         all_ranks,
         in_background and can_run_in_background(world, device),
-        [[f"rank {rank} (node {node})" for node, rank in enumerate(group)] for group in groups],
+        [[f"rank {member} (node {node})" for node, member in enumerate(group)] for group in groups],
     )
 
 
@@ -215,17 +208,17 @@ def start_planned(
     """
     for x, spec in zip(tensors, plan.settings.specs, strict=True):
         if x.shape != spec.shape or x.dtype != spec.dtype:
+            planned = f"{spec.dtype} {list(spec.shape)}"
             raise InvalidTensorError(
-                f"{spec.name} is {x.dtype} {list(x.shape)}, but was planned as {spec.dtype} {list(spec.shape)}: plan "
-                f"anew for a tensor that has changed."
+                f"{spec.name} is {x.dtype} {list(x.shape)}, but was planned as {planned}: plan anew for it."
             )
     if out is None:
         out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
     else:
         check_outputs(tensors, out, plan.names)
-    call = SyncCall(world, plan, tensors, out, residuals, step)
-    call.start()
-    return SyncHandle(call, out)
+    handle: SyncHandle[list[Tensor]] = SyncHandle(world, plan, tensors, out, residuals, step)
+    handle.start()
+    return handle
 
 
 def shards_held(plan: SyncPlan) -> list[TensorShard | None]:
@@ -240,47 +233,10 @@ def shards_held(plan: SyncPlan) -> list[TensorShard | None]:
     return held
 
 
-class SyncHandle(Generic[T]):
-    """A synchronisation under way. Handles of a world are finished in the order they were started."""
-
-    def __init__(self, call: SyncCall, result: T) -> None:
-        self._call = call
-        self.result: T = result
-        """Where the averages will be; they are there once :meth:`wait` has returned."""
-
-    def wait(self) -> T:
-        """Return the averages; calling again returns them again. Raises what went wrong, every time."""
-        self._call.engine.finish_up_to(self._call)
-        self._call.check()
-        return self.result
-
-    def done(self) -> bool:
-        """Return whether what was sent between nodes has arrived: then ``wait`` has the rest to do."""
-        return self._call.has_arrived()
-
-    def rollback(self) -> None:
-        """Take back what this call did to its residuals, if it did, before another call uses them.
-
-        For a step of several calls, one of which failed. All ranks do it, or none.
-        """
-        self._call.rollback()
-
-    @property
-    def record(self) -> SyncRecord:
-        """What it cost so far."""
-        return self._call.record
-
-
-class _Driven(NamedTuple):
-    """Where and how a call is driven."""
-
-    world: World
-    all_ranks: bool
-    in_background: bool
-
-
 def _start(
-    driven: _Driven,
+    world: World,
+    all_ranks: bool,
+    in_background: bool,
     tensors: T,
     compressor: Compressor,
     residuals: Residuals | None,
@@ -293,12 +249,22 @@ def _start(
     out: Tensor | Sequence[Tensor] | None,
 ) -> SyncHandle[T]:
     given: Any = tensors  # a Tensor or a list of them, which mypy sees one at a time
-    xs: list[Tensor] = [given] if isinstance(given, Tensor) else list(given)
-    settings = (compressor, average, algorithm, nonfinite, bucket_bytes, residuals is not None)
+    is_single = isinstance(given, Tensor)
+    xs: list[Tensor] = [given] if is_single else list(given)
+    settings: dict[str, Any] = {
+        "compressor": compressor,
+        "all_ranks": all_ranks,
+        "in_background": in_background,
+        "names": None if names is None else tuple(names),
+        "average": average,
+        "algorithm": algorithm,
+        "nonfinite": nonfinite,
+        "bucket_bytes": bucket_bytes,
+        "has_residuals": residuals is not None,
+    }
     shapes, dtypes = tuple([x.shape for x in xs]), tuple([x.dtype for x in xs])
-    devices, plain_names = frozenset([x.device for x in xs]), None if names is None else tuple(names)
-    key = (shapes, dtypes, devices, plain_names, settings, *driven[1:])
-    plans = engine_of(driven.world).plans
+    key = (shapes, dtypes, frozenset([x.device for x in xs]), *settings.values())
+    plans = engine_of(world).plans
     try:
         plan: SyncPlan | None = plans.get(key)
     except TypeError as error:
@@ -306,52 +272,74 @@ def _start(
             f"{compressor!r} cannot be hashed ({error}): make it a frozen dataclass, so that its plans can be kept."
         ) from error
     if plan is None:
-        plan = plan_sync(
-            xs,
-            compressor,
-            **driven._asdict(),
-            names=plain_names,
-            average=average,
-            algorithm=algorithm,
-            nonfinite=nonfinite,
-            bucket_bytes=bucket_bytes,
-            has_residuals=residuals is not None,
-        )
-        plans[key] = plan
+        plan = plans[key] = plan_sync(xs, world=world, **settings)
     outputs = None if out is None else [out] if isinstance(out, Tensor) else list(out)
-    handle: Any = start_planned(plan, xs, world=driven.world, residuals=residuals, step=step, out=outputs)
-    if isinstance(given, Tensor):
+    handle: Any = start_planned(plan, xs, world=world, residuals=residuals, step=step, out=outputs)
+    if is_single:
         handle.result = handle.result[0]
-    return handle  # type: ignore[no-any-return]
+    return cast("SyncHandle[T]", handle)
 
 
 def _specs_of(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[TensorSpec, ...]:
     if names is None:
         names = tuple(str(number) for number in range(len(tensors)))
     if len(names) != len(tensors) or len(set(names)) != len(names) or not all(isinstance(one, str) for one in names):
-        raise InvalidArgumentError(
-            f"{len(tensors)} tensors need as many names, all different strings, but got {list(names)}: pass one for "
-            f"each."
-        )
-    taken = [name for name in names if _SHARD_NAME.search(name)]
-    if taken:
-        raise InvalidArgumentError(
-            f"{', '.join(taken)}: names that end in [number:number] stand for shards of tensors; choose others."
-        )
+        needed = f"{len(tensors)} tensors need as many names, all different strings"
+        raise InvalidArgumentError(f"{needed}, but got {list(names)}: pass one for each.")
+    if taken := [name for name in names if re.search(r"\[\d+:\d+\]$", name)]:
+        meaning = "names that end in [number:number] stand for shards of tensors"
+        raise InvalidArgumentError(f"{', '.join(taken)}: {meaning}; choose others.")
     return tuple(TensorSpec(name, tuple(x.shape), x.dtype) for name, x in zip(names, tensors, strict=True))
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     devices = {x.device for x in tensors}
     if len(devices) > 1:
-        raise InvalidTensorError(
-            f"the tensors of one call are on {', '.join(sorted(map(str, devices)))}: move them to one device, or call "
-            f"once for each."
-        )
+        listed = ", ".join(sorted(map(str, devices)))
+        raise InvalidTensorError(f"the tensors of one call are on {listed}: move them to one, or call once for each.")
     device = devices.pop() if devices else torch.device("cpu")
     if not is_supported(device) or any(x.layout is not torch.strided for x in tensors):
-        raise InvalidTensorError(
-            f"tensors are on {device}, with layouts {', '.join(sorted({str(x.layout) for x in tensors}))}: make them "
-            f"dense tensors on {supported_names()}."
-        )
+        found = f"{device}, with layouts {', '.join(sorted({str(x.layout) for x in tensors}))}"
+        raise InvalidTensorError(f"tensors are on {found}: make them dense tensors on {supported_names()}.")
     return device
+
+
+def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raise unless every output is as its tensor is, contiguous, and in memory that neither inputs nor others use."""
+    if len(outputs) != len(tensors):
+        raise InvalidArgumentError(
+            f"out has {len(outputs)} tensors for {len(tensors)} to be averaged: pass one for each, in the same order."
+        )
+    for name, x, out in zip(names, tensors, outputs, strict=True):
+        if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+            gaps = "" if out.is_contiguous() else ", not contiguous"
+            raise InvalidTensorError(
+                f"out for {name} is {out.dtype} {list(out.shape)} on {out.device}{gaps}, but must be contiguous "
+                f"{x.dtype} {list(x.shape)} on {x.device}: make it by torch.empty({list(x.shape)}, dtype={x.dtype}, "
+                f"device={str(x.device)!r})."
+            )
+    # The addresses between which elements lie. An output must meet nothing else; inputs may share memory.
+    spans = sorted(
+        (x.data_ptr(), x.data_ptr() + _extent(x), is_output, f"{kind} {name}")
+        for is_output, kind, xs in ((False, "the tensor", tensors), (True, "out for", outputs))
+        for name, x in zip(names, xs, strict=True)
+        if x.numel()
+    )
+    reaching = reaching_output = (0, "")
+    for begin, end, is_output, what in spans:
+        other_end, other = reaching if is_output else reaching_output
+        if begin < other_end:
+            raise InvalidTensorError(
+                f"{what} shares memory with {other}: inputs are not changed, and every average is written, so give "
+                f"out memory of its own, by torch.empty_like."
+            )
+        reaching = max(reaching, (end, what))
+        if is_output:
+            reaching_output = (end, what)
+
+
+def _extent(x: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    if x.is_contiguous():
+        return x.nbytes
+    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize

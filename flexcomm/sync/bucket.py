@@ -7,33 +7,30 @@ a single rank is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate, pairwise
 from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexcomm.codec import TensorShard
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, WireError
 from flexcomm.kernels import Average, BufferPlan, Kernels, StateUpdate
 from flexcomm.stats import SyncRecord, Timed
-from flexcomm.sync.algorithms import Collective, GatheredPayloads, Received, Steps, decoder_for, gather, gatherv, reduce
-from flexcomm.sync.bucket_codec import exchange_by_codec
-from flexcomm.sync.buffers import Buffers
-from flexcomm.sync.plan import Algorithm, BucketPlan, sum_dtype
-from flexcomm.sync.shards import TensorShard
-from flexcomm.sync.two_phase import two_phase
-
-ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Received]]] = {
-    "gather": gather,
-    "gatherv": gatherv,
-    "reduce": reduce,
-    "two_phase": two_phase,
-    "dense": reduce,
-    "codec": exchange_by_codec,
-}
+from flexcomm.sync.algorithms import (
+    ALGORITHMS,
+    Collective,
+    GatheredPayloads,
+    Received,
+    Steps,
+    decoder_for,
+    digest_of,
+)
+from flexcomm.sync.plan import BucketPlan, Buffers, sum_dtype
 
 
 class Verified(Enum):
@@ -94,86 +91,73 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
     """Average one bucket. Yields the collectives it needs, then ``VERIFIED``; resumed after that, it writes outputs."""
     shard = yield from reduce_scatter_inside(ctx)
     # Also without a shard of any tensor: the ranks of a node must start their collectives in one order.
-    received = yield from ALGORITHMS[ctx.plan.algorithm](ctx, shard)
-    average = yield from all_gather_inside(ctx, received)
-    ctx.nonfinite_senders = average.verify(ctx)
+    try:
+        received = yield from ALGORITHMS[ctx.plan.algorithm](ctx, shard)
+    except (WireError, ConfigMismatchError) as error:
+        # The other ranks of the node wait for this one, and learn of it when they gather.
+        received = FailedExchange(error)
+    received = yield from all_gather_inside(ctx, received)
+    ctx.nonfinite_senders = verify(ctx, received)
     # The call resumes all of its buckets, or none: a bucket that fails leaves every output as it was.
     yield VERIFIED
     with Timed(ctx.record, "decode"):
-        average.write_outputs(ctx)
+        received.decode_(ctx, output_shards(ctx))
 
 
 def reduce_scatter_inside(ctx: BucketContext) -> Steps[list[Tensor]]:
     """Return the sums, over the ranks of this node, of this rank's tensor shards."""
     if ctx.local_size == 1:
         return [ctx.tensors[number] for number in ctx.plan.numbers[0]]
-    sums = ctx.buffers.get("sums", lambda: _make_sums(ctx))
-    for part, shard, number in sums.parts:
+    sums = ctx.buffers.get("sums", lambda: _make_elements(ctx, sum_dtype(ctx.plan.dtype)))
+    # One by one: a shard of a tensor with gaps is a copy.
+    for part, (shard, number) in zip(sums.parts, ctx.plan.numbered_shards, strict=True):
         part.copy_(shard.of(ctx.tensors[number]))
     moved = (ctx.local_size - 1) * sums.own.nbytes
     yield Collective("reduce_inside", methodcaller("reduce_scatter", sums.rows, sums.own), moved, moved)
-    return sums.shard
+    return sums.own_parts
 
 
-class _Sums(NamedTuple):
-    """The input of the reduce-scatter, one row for each rank, and its output.
-
-    ``parts`` are the slices of ``rows``, each with its tensor shard and the tensor's number; ``shard`` those of
-    ``own``, the output.
-    """
-
-    rows: Tensor
-    parts: list[tuple[Tensor, TensorShard, int]]
-    own: Tensor
-    shard: list[Tensor]
-
-
-def _make_sums(ctx: BucketContext) -> _Sums:
-    plan, dtype = ctx.plan, sum_dtype(ctx.plan.dtype)
-    # Zeros, because nothing is copied behind the shorter rows, and sums of anything could overflow.
-    rows = ctx.buffers.allocate(ctx.local_size, plan.longest, dtype=dtype).zero_()
-    own = ctx.buffers.allocate(plan.longest, dtype=dtype)
-    return _Sums(rows, _numbered_parts(rows, plan), own, _slice_row(own, ctx.shards))
-
-
-def _numbered_parts(rows: Tensor, plan: BucketPlan) -> list[tuple[Tensor, TensorShard, int]]:
-    """Return the slices of all ranks' rows, each with its tensor shard and the tensor's number."""
-    return [
-        (part, shard, number)
-        for row, shards, numbers in zip(rows, plan.shards, plan.numbers, strict=True)
-        for part, shard, number in zip(_slice_row(row, shards), shards, numbers, strict=True)
-    ]
-
-
-def _slice_row(row: Tensor, shards: tuple[TensorShard, ...]) -> list[Tensor]:
-    """Return views of the shards that lie one behind the other in a row."""
-    parts, begin = [], 0
-    for shard in shards:
-        end = begin + shard.last - shard.first
-        parts.append(row[begin:end].view(shard.spec.shape))
-        begin = end
-    return parts
-
-
-def all_gather_inside(ctx: BucketContext, received: Received) -> Steps[OwnAverage | NodePayloads | NodeElements]:
+def all_gather_inside(ctx: BucketContext, received: Received) -> Steps[Received]:
     """Gather what all ranks of this node received: payloads, or the elements they stand for if that is shorter."""
     if ctx.local_size == 1:
-        return OwnAverage(received)
-    if ctx.plan.gathers_payloads:
-        return (yield from _gather_payloads(ctx, received))
-    return (yield from _gather_elements(ctx, received))
+        return received
+    return (yield from (_gather_payloads if ctx.plan.gathers_payloads else _gather_elements)(ctx, received))
 
 
-class OwnAverage(NamedTuple):
-    """What the only rank of a node received."""
+def verify(ctx: BucketContext, received: Received) -> list[str]:
+    """Check what was received; return the senders that had nonfinite values."""
+    try:
+        with Timed(ctx.record, "decode"):
+            return received.verify(ctx)
+    except WireError as error:
+        # Fields of a header that differ where ranks called differently.
+        if error.field not in ("version", "plan hash", "step", "sequence"):
+            raise
+        raise ConfigMismatchError(
+            f"ranks disagree on what they synchronise, and nothing was changed: {error} Make the same calls, in the "
+            f"same order and with the same arguments, on every rank."
+        ) from error
 
-    received: Received
+
+def output_shards(ctx: BucketContext) -> list[Tensor]:
+    """Return views of all shards of the bucket's outputs, rank by rank."""
+    if ctx.local_size == 1:
+        return [ctx.outputs[number] for number in ctx.plan.numbers[0]]
+    return [shard.of(ctx.outputs[number]) for shard, number in ctx.plan.numbered_shards]
+
+
+class FailedExchange(NamedTuple):
+    """An exchange that failed on this rank."""
+
+    error: FlexcommError
 
     def verify(self, ctx: BucketContext) -> list[str]:
-        return _verify(ctx, self.received)
+        del ctx
+        raise self.error
 
-    def write_outputs(self, ctx: BucketContext) -> None:
-        self.received.decode_(ctx, [ctx.outputs[number] for number in ctx.plan.numbers[0]])
+    def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
+        del ctx, outputs
+        raise self.error
 
 
 class NodePayloads(NamedTuple):
@@ -184,49 +168,56 @@ class NodePayloads(NamedTuple):
     by_rank: list[GatheredPayloads]
 
     def verify(self, ctx: BucketContext) -> list[str]:
-        return [sender for payloads in self.by_rank for sender in _verify(ctx, payloads)]
+        return [sender for payloads in self.by_rank for sender in payloads.verify(ctx)]
 
-    def write_outputs(self, ctx: BucketContext) -> None:
-        for payloads, shards, numbers in zip(self.by_rank, ctx.plan.shards, ctx.plan.numbers, strict=True):
-            outputs = [shard.of(ctx.outputs[number]) for shard, number in zip(shards, numbers, strict=True)]
-            payloads.decode_(ctx, outputs)
+    def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
+        begin = 0
+        for payloads, shards in zip(self.by_rank, ctx.plan.shards, strict=True):
+            payloads.decode_(ctx, outputs[begin : begin + len(shards)])
+            begin += len(shards)
 
 
 def _gather_payloads(ctx: BucketContext, received: Received) -> Steps[NodePayloads]:
     assert isinstance(received, GatheredPayloads), "only gathered payloads can be handed on"  # noqa: S101
-    payloads = ctx.buffers.get("payloads of the node", lambda: _make_node_payloads(ctx))
+
+    def make_payloads() -> NodePayloads:
+        longest = ctx.nodes * max(plan.nbytes for plan in ctx.plan.buffers)
+        rows, by_rank = ctx.buffers.allocate(ctx.local_size, longest), []
+        for plan, row, senders in zip(ctx.plan.buffers, rows, ctx.rank_names, strict=True):
+            gathered = row[: ctx.nodes * plan.nbytes]
+            by_rank.append(GatheredPayloads(gathered, decoder_for(ctx, plan, gathered, senders)))
+        return NodePayloads(ctx.buffers.allocate(longest), rows, by_rank)
+
+    payloads = ctx.buffers.get("payloads of the node", make_payloads)
     payloads.row[: received.gathered.numel()] = received.gathered.view(-1)
     moved = (ctx.local_size - 1) * payloads.row.nbytes
     yield Collective("gather_inside", methodcaller("all_gather", payloads.row, payloads.rows), moved, moved)
     return payloads
 
 
-def _make_node_payloads(ctx: BucketContext) -> NodePayloads:
-    longest = ctx.nodes * max(plan.nbytes for plan in ctx.plan.buffers)
-    rows = ctx.buffers.allocate(ctx.local_size, longest)
-    by_rank = []
-    for plan, row, senders in zip(ctx.plan.buffers, rows, ctx.rank_names, strict=True):
-        gathered = row[: ctx.nodes * plan.nbytes]
-        by_rank.append(GatheredPayloads(gathered, decoder_for(ctx, plan, gathered, senders)))
-    return NodePayloads(ctx.buffers.allocate(longest), rows, by_rank)
+_OK, _NONFINITE, _FAILED, _DISAGREED = 0.0, 1.0, 2.0, 3.0
+"""The status of a rank's shard."""
+_STATUS_NUMEL = 9
+"""Its length in elements: the status, and a byte each, for any dtype, of a digest of what the node's ranks share."""
 
 
 class NodeElements(NamedTuple):
-    """The elements that each rank of this node decoded, behind a status.
+    """All shards of the bucket, one behind the other in a row for each rank of this node; ``own`` is this rank's row.
 
-    ``row`` is this rank's, of which ``own`` are the slices; ``parts`` are the slices of all ``rows``.
+    ``parts`` are views of the shards in ``rows``, rank by rank, ``own_parts`` of those in ``own``. Where ranks gather
+    what they decoded, a row begins with a status.
     """
 
-    row: Tensor
-    own: list[Tensor]
     rows: Tensor
-    parts: list[tuple[Tensor, TensorShard, int]]
+    parts: list[Tensor]
+    own: Tensor
+    own_parts: list[Tensor]
 
     def verify(self, ctx: BucketContext) -> list[str]:
         names = [of_rank[ctx.node] for of_rank in ctx.rank_names]
-        nonfinite = []
+        nonfinite, common = [], digest_of(ctx, *ctx.plan.digests)
         for name, (status, *digest) in zip(names, self.rows[:, :_STATUS_NUMEL].tolist(), strict=True):
-            if status == _DISAGREED or digest != _status_digest(ctx):
+            if status == _DISAGREED or digest != list(common):
                 raise ConfigMismatchError(
                     f"ranks disagree on what they synchronise, and nothing was changed: {name} is at another step or "
                     f"in another call, or met a node that is. Make the same calls, in the same order and with the same "
@@ -237,15 +228,25 @@ class NodeElements(NamedTuple):
             nonfinite += [name] if status == _NONFINITE else []
         return ctx.nonfinite_senders or nonfinite
 
-    def write_outputs(self, ctx: BucketContext) -> None:
-        for part, shard, number in self.parts:
-            shard.of(ctx.outputs[number]).copy_(part)
+    def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
+        del ctx
+        for part, out in zip(self.parts, outputs, strict=True):
+            out.copy_(part)
 
 
-_OK, _NONFINITE, _FAILED, _DISAGREED = 0.0, 1.0, 2.0, 3.0
-"""The status of a rank's shard."""
-_STATUS_NUMEL = 9
-"""Its length in elements: the status itself, and the bytes of a digest of what the rank did."""
+def _make_elements(ctx: BucketContext, dtype: torch.dtype, first: int = 0) -> NodeElements:
+    """Return rows whose elements begin at ``first``."""
+
+    def parts_of(row: Tensor, shards: tuple[TensorShard, ...]) -> list[Tensor]:
+        ends = accumulate((shard.last - shard.first for shard in shards), initial=first)
+        return [row[begin:end].view(one.spec.shape) for one, (begin, end) in zip(shards, pairwise(ends), strict=True)]
+
+    numel = first + ctx.plan.longest
+    # Zeros, because nothing is copied behind the shorter rows, and sums of anything could overflow.
+    rows = ctx.buffers.allocate(ctx.local_size, numel, dtype=dtype).zero_()
+    own = ctx.buffers.allocate(numel, dtype=dtype)
+    parts = [part for row, shards in zip(rows, ctx.plan.shards, strict=True) for part in parts_of(row, shards)]
+    return NodeElements(rows, parts, own, parts_of(own, ctx.shards))
 
 
 def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElements]:
@@ -253,53 +254,21 @@ def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElemen
 
     A rank whose shard failed says so instead of leaving the others waiting; then all of them raise.
     """
-    elements = ctx.buffers.get("elements of the node", lambda: _make_node_elements(ctx))
+    elements = ctx.buffers.get("elements", lambda: _make_elements(ctx, ctx.plan.dtype, _STATUS_NUMEL))
     failure: FlexcommError | None = None
     status = _OK
     try:
-        ctx.nonfinite_senders = _verify(ctx, received)
+        ctx.nonfinite_senders = verify(ctx, received)
         if ctx.nonfinite_senders:
             status = _NONFINITE
         else:
             with Timed(ctx.record, "decode"):
-                received.decode_(ctx, elements.own)
+                received.decode_(ctx, elements.own_parts)
     except FlexcommError as error:
         failure, status = error, _DISAGREED if isinstance(error, ConfigMismatchError) else _FAILED
-    elements.row[:_STATUS_NUMEL] = torch.tensor([status, *_status_digest(ctx)])
-    moved = (ctx.local_size - 1) * elements.row.nbytes
-    yield Collective("gather_inside", methodcaller("all_gather", elements.row, elements.rows), moved, moved)
+    elements.own[:_STATUS_NUMEL] = torch.tensor([status, *digest_of(ctx, *ctx.plan.digests)])
+    moved = (ctx.local_size - 1) * elements.own.nbytes
+    yield Collective("gather_inside", methodcaller("all_gather", elements.own, elements.rows), moved, moved)
     if failure is not None:
         raise failure
     return elements
-
-
-def _make_node_elements(ctx: BucketContext) -> NodeElements:
-    plan, numel = ctx.plan, _STATUS_NUMEL + ctx.plan.longest
-    row = ctx.buffers.allocate(numel, dtype=plan.dtype)
-    rows = ctx.buffers.allocate(ctx.local_size, numel, dtype=plan.dtype)
-    own = _slice_row(row[_STATUS_NUMEL:], ctx.shards)
-    return NodeElements(row, own, rows, _numbered_parts(rows[:, _STATUS_NUMEL:], plan))
-
-
-def _status_digest(ctx: BucketContext) -> list[float]:
-    """Return what all ranks of a node must have in common, as numbers small enough for any dtype."""
-    # Integers hash alike in every process.
-    digest = hash((*ctx.plan.digests, ctx.step, ctx.sequence))
-    return [float(byte) for byte in digest.to_bytes(_STATUS_NUMEL - 1, "little", signed=True)]
-
-
-_DISAGREEMENTS = ("version", "plan hash", "step", "sequence")
-"""Fields of a header that differ where ranks called differently."""
-
-
-def _verify(ctx: BucketContext, received: Received) -> list[str]:
-    try:
-        with Timed(ctx.record, "decode"):
-            return received.verify(ctx)
-    except WireError as error:
-        if error.field not in _DISAGREEMENTS:
-            raise
-        raise ConfigMismatchError(
-            f"ranks disagree on what they synchronise, and nothing was changed: {error} Make the same calls, in the "
-            f"same order and with the same arguments, on every rank."
-        ) from error

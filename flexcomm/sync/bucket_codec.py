@@ -6,7 +6,6 @@ rank works on. Such tensors are not cut inside a node: each is worked on by one 
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +17,13 @@ import torch
 from torch import Tensor
 
 from flexcomm.codec import regions_of
-from flexcomm.codec.wire import header_error, read_header, to_words
+from flexcomm.codec.coders import header_error, read_header, to_words
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import CompressorError
-from flexcomm.kernels import LARGEST_MAGNITUDE, Average, Region, Selection, StateUpdate, TensorPlan, ValueCode
+from flexcomm.kernels import LARGEST_MAGNITUDE, Average, Region, StateUpdate, TensorPlan
 from flexcomm.kernels.layout import HEADER_NBYTES, HEADER_NWORDS, NONFINITE, Header, aligned, checksum_of
 from flexcomm.stats import Timed
 from flexcomm.sync.algorithms import Collective, Received, Steps
-from flexcomm.sync.shards import TensorShard
 
 if TYPE_CHECKING:
     from flexcomm.sync.bucket import BucketContext
@@ -51,10 +49,8 @@ class BucketCompressor(ABC):
 
     def plan(self, spec: TensorSpec) -> TensorPlan:
         """Raise: what is sent of a tensor depends on its bucket. Mixing and resharding of states need plans."""
-        raise CompressorError(
-            f"{self} has a codec for whole buckets, and no plan for {spec.name} alone: use a compressor of "
-            f"flexcomm here."
-        )
+        no_plan = f"{self} has a codec for whole buckets, and no plan for {spec.name} alone"
+        raise CompressorError(f"{no_plan}: use a compressor of flexcomm here.")
 
 
 class BucketCodec(ABC):
@@ -110,20 +106,17 @@ class BucketCodec(ABC):
             if not ctx.nonfinite:
                 payload = buffer[HEADER_NBYTES : HEADER_NBYTES + self.nbytes]
                 self.encode_(shard, ctx.states, ctx.states_out, ctx.update, payload, step=ctx.step)
-            self._close_(ctx, buffer)
+            header = Header(self.digest, ctx.step, ctx.sequence, 0, NONFINITE if ctx.nonfinite else 0)
+            write_header_(buffer, header.pack(nbytes - HEADER_NBYTES))
+            write_header_(buffer, header.pack(nbytes - HEADER_NBYTES, checksum_of(to_words(buffer).cpu().numpy())))
         ctx.record.payload_bytes += nbytes
         moved = (ctx.nodes - 1) * nbytes
         yield Collective("exchange", methodcaller("all_gather", buffer, gathered), moved, moved)
         return GatheredBuffers(self, gathered, regions_of(ctx.senders, [nbytes] * ctx.nodes))
 
-    def _close_(self, ctx: BucketContext, buffer: Tensor) -> None:
-        """Write the header."""
-        header = Header(self.digest, ctx.step, ctx.sequence, 0, NONFINITE if ctx.nonfinite else 0)
-        words, nbytes = to_words(buffer), buffer.numel() - HEADER_NBYTES
-        octets = header.pack(nbytes)
-        for _ in range(2):
-            buffer[:HEADER_NBYTES] = torch.from_numpy(np.frombuffer(octets, np.uint8).copy())
-            octets = header.pack(nbytes, checksum_of(words.cpu().numpy()))
+
+def write_header_(buffer: Tensor, octets: bytes) -> None:
+    buffer[:HEADER_NBYTES] = torch.from_numpy(np.frombuffer(octets, np.uint8).copy())
 
 
 @dataclass(frozen=True)
@@ -150,20 +143,3 @@ class GatheredBuffers:
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         payloads = self.gathered.view(ctx.nodes, -1)[:, HEADER_NBYTES : HEADER_NBYTES + self.codec.nbytes]
         self.codec.decode_(payloads, outputs, step=ctx.step, average=ctx.average)
-
-
-def exchange_by_codec(ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
-    """Exchange a bucket by its compressor's own codec."""
-    return (yield from ctx.plan.codecs[ctx.local_rank].exchange(ctx, shard))
-
-
-def rank_of(spec: TensorSpec, ranks: int) -> int:
-    """Return which rank of a node works on a tensor: its name decides."""
-    return zlib.crc32(spec.name.encode()) % ranks
-
-
-def uncut_shard(spec: TensorSpec, codec: BucketCodec) -> TensorShard:
-    """Return a whole tensor as the shard of a rank."""
-    numel = max(codec.state_numel(spec), 1)
-    state = TensorPlan(1, numel, 1, numel, False, Selection.EVERYTHING, numel, ValueCode.FP32)
-    return TensorShard(spec, state, 0, torch.Size(spec.shape).numel(), 0)

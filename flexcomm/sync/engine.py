@@ -3,37 +3,45 @@
 Collectives start in an order that follows from the order of calls and from nothing else, so any number of buckets and
 of calls can be under way at once. A synchronisation is driven in one of two ways, which its plan says, on process
 groups that the other does not use: by the caller, when it is started and when it or a later call is waited for; or in
-the background, by comm threads (``workers.py``). A mix is driven by the comm thread of its communicator.
+the background, by comm threads. A mix is driven by the comm thread of its communicator.
+
+[Note: order of collectives] Ranks must start the collectives of one process group in one order, whatever the timing of
+each rank. A synchronisation has one thread and one process group for each leg: every bucket passes through all threads
+in the order in which calls were made, also through those of legs it does not have, and only one thread starts
+collectives on a group: that of the leg before, as soon as a bucket gets there, so that the next bucket's collective is
+under way while this one's is waited for. The first thread starts the first two legs. So a thread is named after the leg
+it waits for, and starts the next one. A mix has several collectives between nodes: one thread drives all legs of a
+bucket, and then those of the next.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, finalize
 
 import torch
-from torch import Tensor
 
 from flexcomm.bootstrap.consistency import explain_timeout
-from flexcomm.codec import check_numbers
-from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
-from flexcomm.kernels import LARGEST_MAGNITUDE, StateUpdate
-from flexcomm.stats import SyncRecord, Timed
+from flexcomm.device import make_stream, record_event, use_stream, wait_stream
+from flexcomm.errors import DeadlineExceededError, FlexcommError, TransportError
+from flexcomm.stats import Timed
 from flexcomm.sync.algorithms import LEGS, LEVELS, Collective, Leg
-from flexcomm.sync.bucket import VERIFIED, BucketContext, Verified, sync_bucket
-from flexcomm.sync.buffers import Buffers
-from flexcomm.sync.plan import BucketPlan, SyncPlan
-from flexcomm.sync.residuals import Residuals
-from flexcomm.sync.workers import CommThreads
-from flexcomm.transport import Handle, LoopbackTransport, Transport
+from flexcomm.sync.bucket import VERIFIED, Verified
+from flexcomm.sync.plan import SyncPlan
+from flexcomm.transport import Handle, Transport
+from flexcomm.transport.mpi import threads_are_free
 from flexcomm.world import World
 
 MOST_PLANS = 256
+_END_S = 1.0
+"""How long an interpreter that ends waits for a collective that does not."""
 
 
 # Any: a plan is a SyncPlan, or gossip's MixPlan, and its key says which.
@@ -51,15 +59,14 @@ class PlanCache(dict["Hashable", Any]):
 
 @dataclass(eq=False)
 class Engine:
-    """What the calls of one world share. It does not hold the world, which would then never end."""
+    """What the calls of one world share. It does not hold the world, which would then never end.
 
-    node_of_one: Transport
-    """Stands for the ranks of a node where only the inter-node leg is asked for."""
-    under_way: deque[SyncCall] = field(default_factory=deque)
-    """Calls that the caller drives."""
+    ``under_way`` finish the calls that the caller drives, in their order. ``communicators`` drive mixes, by name.
+    """
+
+    under_way: deque[Callable[[], None]] = field(default_factory=deque)
     threads: CommThreads | None = None
     communicators: dict[str, CommThreads] = field(default_factory=dict)
-    """Drive mixes, by the name of their communicator."""
     sequence: int = 0
     calls: int = 0
     plans: PlanCache = field(default_factory=PlanCache)
@@ -72,12 +79,13 @@ class Engine:
         previous = self.previous_of_all_ranks if plan.all_ranks else self.previous
         number = 0 if previous is None else previous.number
         if number not in plan.agreed_after:
-            before = "none" if previous is None else str(previous.settings.fields())
-            verb = "start_sync" if plan.all_ranks else "start_exchange"
-            driver = "in the background" if plan.in_background else "by the caller"
-            agree = world.agree if plan.all_ranks else world.agree_inter
+            fields = plan.settings.fields() | {
+                "call": "start_sync" if plan.all_ranks else "start_exchange",
+                "driven": "in the background" if plan.in_background else "by the caller",
+                "call before": "none" if previous is None else str(previous.settings.fields()),
+            }
             try:
-                agree(plan.settings.fields() | {"call": verb, "driven": driver, "call before": before})
+                (world.agree if plan.all_ranks else world.agree_inter)(fields)
             except DeadlineExceededError as error:
                 raise explain_timeout(world, error, self.sequence) from error
             plan.agreed_after.add(number)
@@ -89,41 +97,23 @@ class Engine:
         """Return the threads that drive synchronisations in the background, made on first use by all ranks together."""
         if self.threads is None:
             first, second = world.clone_groups(), world.clone_groups()
-            transports: dict[Leg, Transport] = {
-                "reduce_inside": first.intra,
-                "exchange": first.inter,
-                "second_exchange": second.inter,
-                "gather_inside": second.intra,
-            }
-            self.threads = CommThreads(world, transports, {leg: (leg,) for leg in LEGS}, device)
+            groups = zip(LEGS, (first.intra, first.inter, second.inter, second.intra), strict=True)
+            self.threads = CommThreads(world, dict(groups), {leg: (leg,) for leg in LEGS}, device)
         return self.threads
-
-    def finish_up_to(self, call: SyncCall) -> None:
-        """Finish calls in the order they were started: their collectives must start in one order on all ranks."""
-        if call.in_background:
-            call.finish()
-        while call in self.under_way:
-            self.under_way.popleft().finish()
 
 
 _engines: WeakKeyDictionary[World, Engine] = WeakKeyDictionary()
 
 
 def engine_of(world: World) -> Engine:
-    """Return the engine of a world."""
     engine = _engines.get(world)
     if engine is None:
-        engine = _engines[world] = Engine(LoopbackTransport(world.inter.timeout_s))
+        engine = _engines[world] = Engine()
     return engine
 
 
-class Context(Protocol):
-    """Everything that the path of a bucket needs; the engine itself needs only its record."""
-
-    record: SyncRecord
-
-
-C = TypeVar("C", bound=Context)
+# Any: a BucketContext, or gossip's MixContext. The engine itself needs only its record.
+C = TypeVar("C", bound=Any)
 
 
 class BucketTask(Generic[C]):
@@ -145,23 +135,26 @@ class BucketTask(Generic[C]):
         """Whether nothing is under way any more: what came is verified, or the bucket failed."""
         self.ready: torch.Event | None = None
         """When the device has computed the bucket's tensors."""
-        self._steps = steps
-        self._collective: Collective | None = None
+        self.wanted: Collective | None = None
+        """What is to be started next."""
+        self.under_way: Collective | None = None
+        self._steps, self._done = steps, done
         self._handle: Handle[Any] | None = None
         self._started_s = 0.0
-        self._done = done
 
-    def wait(self) -> Any:
-        """Return the result of the collective under way; None if there is none."""
-        if self._handle is None or self._collective is None:
-            return None
-        result = self._handle.wait()
-        self.ctx.record.add_seconds(LEVELS[self._collective.leg], time.perf_counter() - self._started_s)
-        return result
+    def advance(self, groups: World) -> bool:
+        """Wait for the collective under way in the caller's thread and start the next; return whether there is one."""
+        if self.is_done:
+            return False
+        with Timed(self.ctx.record, "waiting"):
+            result = self.wait()
+        self.resume(result)
+        if self.wanted is not None:
+            self.start(getattr(groups, LEVELS[self.wanted.leg]))
+        return not self.is_done
 
     def resume(self, result: Any) -> None:
         """Go on until the bucket wants the next collective, or everything it received is verified."""
-        self._collective = self._handle = None
         try:
             wanted = self._steps.send(result)
         except TransportError:
@@ -172,41 +165,35 @@ class BucketTask(Generic[C]):
         if wanted is VERIFIED:
             self._end()
         else:
-            self._collective = wanted
+            self.wanted = wanted
 
     def start(self, transport: Transport) -> None:
         """Start the collective that the bucket wants."""
-        assert self._collective is not None  # noqa: S101  (our own invariant)
+        wanted = self.wanted
+        assert wanted is not None  # noqa: S101  (our own invariant)
         self._started_s = time.perf_counter()
-        self._handle = self._collective.start(transport)
-        record, wanted = self.ctx.record, self._collective
-        record.count(LEVELS[wanted.leg], wanted.sent_bytes, wanted.received_bytes)
+        self._handle = wanted.start(transport)
+        self.wanted, self.under_way = None, wanted
+        self.ctx.record.count(LEVELS[wanted.leg], wanted.sent_bytes, wanted.received_bytes)
 
-    @property
-    def wanted_leg(self) -> Leg | None:
-        """The leg of the collective that is to be started."""
-        return self._collective.leg if self._collective is not None and self._handle is None else None
-
-    def is_under_way(self, legs: Collection[Leg]) -> bool:
-        """Return whether a collective of one of these legs was started."""
-        return self._handle is not None and self._collective is not None and self._collective.leg in legs
-
-    def advance(self, transports: Mapping[Leg, Transport]) -> bool:
-        """Wait for the collective under way in the caller's thread and start the next; return whether there is one."""
-        if self.is_done:
-            return False
-        with Timed(self.ctx.record, "waiting"):
-            result = self.wait()
-        self.resume(result)
-        if self._collective is None:
-            return False
-        self.start(transports[self._collective.leg])
-        return True
+    def wait(self) -> Any:
+        """Return the result of the collective under way; None if there is none."""
+        if self._handle is None or self.under_way is None:
+            return None
+        result = self._handle.wait()
+        self.ctx.record.add_seconds(LEVELS[self.under_way.leg], time.perf_counter() - self._started_s)
+        self.under_way = self._handle = None
+        return result
 
     def fail(self, failure: BaseException) -> None:
         """Keep the reason; nothing of the bucket is under way any more."""
         self.failure = failure
         self._end()
+
+    def _end(self) -> None:
+        self.is_done = True
+        if self._done is not None:
+            self._done.set()
 
     def wait_done(self) -> None:
         """Return when comm threads are done with the bucket."""
@@ -217,218 +204,135 @@ class BucketTask(Generic[C]):
         """Decode what was received and verified."""
         next(self._steps, None)
 
-    @property
-    def is_exchanging(self) -> bool:
-        """Whether the bucket is on its way between nodes, or further: the caller may go on computing."""
-        wanted = self._collective
-        return wanted is None or (LEVELS[wanted.leg] == "inter" and not wanted.is_short)
-
-    @property
     def has_arrived(self) -> bool:
-        """Whether the caller would not block on it."""
-        return self.is_done or (self._handle is not None and self._handle.done())
-
-    def _end(self) -> None:
-        self.is_done = True
-        if self._done is not None:
-            self._done.set()
+        """Return whether the caller would not block on it."""
+        handle = self._handle  # a comm thread may take it away
+        return self.is_done or (handle is not None and handle.done())
 
 
-class SyncCall:
-    """One call under way: its buckets, and what becomes of its residuals.
+def can_run_in_background(world: World, device: torch.device) -> bool:
+    """Return whether comm threads can drive the buckets of this world's tensors on that device.
 
-    ``outputs`` are contiguous. Beside them, a call writes only the spare memory of its residuals.
+    On a GPU the model's own thread enqueues everything, in one order with FSDP's collectives.
+    """
+    return device.type == "cpu" and world.topology.size > 1 and world.can_clone_groups and _may_use_threads(world)
+
+
+def _may_use_threads(world: World) -> bool:
+    return all("mpi" not in transport.name or threads_are_free() for transport in (world.intra, world.inter))
+
+
+class CommThreads:
+    """Threads that drive buckets on process groups that only they use. All ranks of the world make them together.
+
+    After a transport failed, all later buckets fail with the same error: ranks no longer agree on which is next.
+
+    Args:
+        world: the ranks; if their MPI serves one thread at a time, :meth:`submit` drives a bucket to its end instead.
+        transports: the cloned groups, by leg.
+        legs: the legs that each thread drives, by its name. Only the first thread may have several.
+        device: whose tensors are sent; if it has streams, the threads use one of their own.
+
     """
 
     def __init__(
         self,
         world: World,
-        plan: SyncPlan,
-        tensors: list[Tensor],
-        outputs: list[Tensor],
-        residuals: Residuals | None,
-        step: int | None,
+        transports: Mapping[Leg, Transport],
+        legs: Mapping[str, tuple[Leg, ...]],
+        device: torch.device,
     ) -> None:
-        self.engine = engine_of(world)
-        self.in_background = plan.in_background
-        self._world, self._plan, self._residuals = world, plan, residuals
-        self._step = self.engine.calls if step is None else step
-        check_numbers(self._step, self.engine.sequence)
-        self._outputs = [x.detach() for x in outputs]
-        self._tensors = [x.detach() for x in tensors]
-        if plan.settings.nonfinite == "zero":
-            self._tensors = [torch.where(x.abs() < LARGEST_MAGNITUDE, x, 0.0) for x in self._tensors]
-        self._transports: Mapping[Leg, Transport] = {
-            "reduce_inside": world.intra,
-            "exchange": world.inter,
-            "second_exchange": world.inter,
-            "gather_inside": world.intra,
-        }
-        self._waited_s = 0.0
-        self._lent: list[str] = []
-        self._tasks: list[BucketTask[BucketContext]] = []
-        self._refusal: FlexcommError | None = None
-        self._error: BaseException | None = None
-        self._committed = self._skipped = self._is_finished = False
+        self._sequence = 0
+        self.transports, self._legs = transports, [*legs.values(), ()]
+        self._device, self._stream = device, make_stream(device)
+        self._broken: TransportError | None = None
+        self._ended = False
+        names = legs if _may_use_threads(world) else ()
+        self._queues: list[SimpleQueue[BucketTask[Any] | None]] = [SimpleQueue() for _ in names]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), name=f"flexcomm-{name}", daemon=True)
+            for number, name in enumerate(names)
+        ]
+        for thread in self._threads:
+            thread.start()
+        # A world that is closed with buckets under way lets them arrive: its peers wait for them.
+        world.at_close(self.join)
+        finalize(world, self._end)
+        atexit.register(self._stop)
 
-    def start(self) -> None:
-        """Start all buckets.
+    def next_sequence(self) -> int:
+        """Return the number of a call, counted on all ranks alike, for callers whose headers carry it."""
+        self._sequence += 1
+        return self._sequence
 
-        Driven by the caller, every bucket is on its way between nodes when this returns; the next one is encoded while
-        one is on the wire.
+    def submit(self, task: BucketTask[Any]) -> None:
+        """Have a bucket driven after all those before it, and after what the device's current stream has to do.
+
+        Raises:
+            TransportError: the world is closed, and the threads have ended.
+
         """
-        engine, plan = self.engine, self._plan
-        engine.agree(self._world, plan)
-        engine.calls += 1
-        if self._residuals is not None:
-            self._residuals.claim(plan.names)
-        try:
-            # All numbers at once: a rank whose bucket gets stuck must stay in step with those that do not.
-            first, engine.sequence = engine.sequence + 1, engine.sequence + len(plan.buckets)
-            for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first):
-                ctx = self._make_context(bucket, pool.take(), sequence)
-                done = threading.Event() if self.in_background else None
-                self._tasks.append(BucketTask(ctx, sync_bucket(ctx), done))
-            if self.in_background:
-                threads = engine.comm_threads(self._world, plan.device)
-                for task in self._tasks:
-                    threads.submit(task)
-                return
-            for task in self._tasks:
-                task.advance(self._transports)
-            for task in self._tasks:
-                while not task.is_exchanging:
-                    task.advance(self._transports)
-        except DeadlineExceededError as error:
-            explained = explain_timeout(self._world, error, engine.sequence)
-            self._cancel(explained)
-            raise explained from error
-        except BaseException as error:
-            self._cancel(error)
-            raise
-        engine.under_way.append(self)
-
-    def finish(self) -> None:
-        """Take every bucket to its end, once. What goes wrong is kept for those who ask for the result."""
-        if self._is_finished:
+        if self._ended:
+            raise TransportError("this world is closed, and sends nothing any more. Connect again, or close it later.")
+        task.ready = record_event(self._device)
+        if self._threads:
+            self._queues[0].put(task)
             return
-        self._is_finished = True
+        for number in range(len(self._legs) - 1):
+            self._drive(task, number)
+
+    def order_current_stream(self) -> None:
+        """Let the device's current stream wait for what was enqueued for buckets that are done."""
+        wait_stream(self._device, self._stream)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Return when everything under way has arrived; nothing can be submitted afterwards."""
+        self._end()
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _end(self) -> None:
+        """Let the threads end after what was submitted; nothing can be submitted any more."""
+        atexit.unregister(self._stop)
+        self._ended = True
+        if self._threads:
+            self._queues[0].put(None)
+
+    def _stop(self) -> None:
+        self.join(_END_S)
+
+    def _run(self, number: int) -> None:
+        following = self._queues[number + 1 : number + 2]
+        with torch.no_grad():
+            while (task := self._queues[number].get()) is not None:
+                self._drive(task, number)
+                if not task.is_done and following:
+                    following[0].put(task)
+                # Else the last bucket's tensors would live until the next one comes.
+                del task
+        for queue in following:
+            queue.put(None)
+
+    def _drive(self, task: BucketTask[Any], number: int) -> None:
+        """Take a bucket through the legs of a thread, and start the next leg. See [Note: order of collectives]."""
         try:
-            if self.in_background:
-                begin_s = time.perf_counter()
-                for task in self._tasks:
-                    task.wait_done()
-                self._waited_s = time.perf_counter() - begin_s
-            else:
-                under_way = self._tasks
-                while under_way:
-                    under_way = [task for task in under_way if task.advance(self._transports)]
-            failures: list[BaseException] = [] if self._refusal is None else [self._refusal]
-            failures += [task.failure for task in self._tasks if task.failure is not None]
-            if failures:
-                # Of several, that of a transport: all others follow from it.
-                raise next((one for one in failures if isinstance(one, TransportError)), failures[0])
-            self._write_outputs([sender for task in self._tasks for sender in task.ctx.nonfinite_senders])
-        except DeadlineExceededError as error:
-            self._cancel(explain_timeout(self._world, error, self.engine.sequence))
-        except BaseException as error:
-            self._cancel(error)
-            if not isinstance(error, Exception):
-                raise
+            if self._broken is not None:
+                raise self._broken
+            with use_stream(self._stream, task.ready):
+                if number == 0:
+                    task.resume(None)
+                self._start(task, number)
+                while task.under_way is not None and task.under_way.leg in self._legs[number]:
+                    task.resume(task.wait())
+                    self._start(task, number)
+        except TransportError as error:
+            self._broken = error
+            task.fail(error)
+        except BaseException as error:  # Whoever waits for the bucket raises it.
+            task.fail(error)
 
-    def check(self) -> None:
-        """Raise what went wrong."""
-        if self._error is not None:
-            raise self._error
-
-    def rollback(self) -> None:
-        """Give the residuals back what this call took out of them, and take what it added; once, and if it changed any.
-
-        For those who find, after a call succeeded, that what it belongs to did not.
-        """
-        if self._residuals is not None and self._committed:
-            self._committed = False
-            self._residuals.rollback(self._lent)
-
-    def has_arrived(self) -> bool:
-        return all(task.has_arrived for task in self._tasks)
-
-    @property
-    def record(self) -> SyncRecord:
-        """What it cost so far: the sum over its buckets, each of which is driven by one thread at a time."""
-        total = SyncRecord(
-            syncs=1, dense_bytes=self._plan.dense_bytes, waiting_s=self._waited_s, skipped=int(self._skipped)
-        )
-        for task in self._tasks:
-            total.add(task.ctx.record)
-        return total
-
-    def _make_context(self, bucket: BucketPlan, buffers: Buffers, sequence: int) -> BucketContext:
-        states, states_out, update, nonfinite = None, None, StateUpdate(gain=1.0 / self._plan.ranks), ""
-        if self._residuals is not None:
-            update = self._residuals.update(1.0 / self._plan.ranks)
-            try:
-                states, states_out = self._borrow_states(bucket, self._residuals)
-            except FlexcommError as refusal:
-                # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
-                self._refusal, nonfinite = self._refusal or refusal, str(refusal)
-        return BucketContext(
-            plan=bucket,
-            tensors=self._tensors,
-            outputs=self._outputs,
-            states=states,
-            states_out=states_out,
-            update=update,
-            step=self._step,
-            sequence=sequence,
-            average=self._plan.settings.average,
-            kernels=self._plan.kernels,
-            local_rank=self._plan.rank,
-            local_size=self._plan.ranks,
-            node=self._world.inter.rank,
-            nodes=self._plan.nodes,
-            rank_names=self._plan.rank_names,
-            buffers=buffers,
-            record=SyncRecord(),
-            nonfinite=nonfinite,
-        )
-
-    def _borrow_states(self, bucket: BucketPlan, residuals: Residuals) -> tuple[list[Tensor], list[Tensor]]:
-        states, states_out = [], []
-        for shard in bucket.shards[self._plan.rank]:
-            lent = residuals.lend(shard.spec.name, shard.plan, self._plan.device)
-            states.append(lent.state)
-            states_out.append(lent.spare)
-            self._lent.append(shard.spec.name)
-        return states, states_out
-
-    def _write_outputs(self, nonfinite_senders: list[str]) -> None:
-        """Write all outputs or, if a rank had nonfinite values, do what the call asked for then."""
-        if nonfinite_senders and self._plan.settings.nonfinite == "raise":
-            raise NonFiniteError(
-                f"{', '.join(dict.fromkeys(nonfinite_senders))} had NaN, infinity or a magnitude of 2**100 or more to "
-                f"send, or residuals that do not fit (then its own error says so), and nothing was changed on any "
-                f"rank. Skip this step; if that happens often, lower the learning rate or the loss scale, clip, or "
-                f"pass nonfinite='skip'."
-            )
-        if nonfinite_senders:
-            for out in self._outputs:
-                out.zero_()
-            self._skipped = True
-        else:
-            for task in self._tasks:
-                task.write_outputs()
-        if self._residuals is not None:
-            (self._residuals.cancel if nonfinite_senders else self._residuals.commit)(self._lent)
-            self._committed = not nonfinite_senders
-            self._residuals.unclaim(self._plan.names)
-        for task, pool in zip(self._tasks, self._plan.pools, strict=True):
-            pool.give_back(task.ctx.buffers)
-        self._world.add_stats(self.record, sequence=self.engine.sequence, step=self._step)
-
-    def _cancel(self, error: BaseException) -> None:
-        """Leave everything as it was. Buffers are not used again: a transport may still write into them."""
-        self._error = error
-        if self._residuals is not None:
-            self._residuals.cancel(self._lent)
-            self._residuals.unclaim(self._plan.names)
+    def _start(self, task: BucketTask[Any], number: int) -> None:
+        """Start the collective that the bucket wants, if it is of this thread's legs or of the next one's."""
+        wanted = task.wanted
+        if wanted is not None and wanted.leg in self._legs[number] + self._legs[number + 1]:
+            task.start(self.transports[wanted.leg])

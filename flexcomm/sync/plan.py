@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import count
-from typing import Any, Literal, NamedTuple, get_args
+from itertools import chain, count
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
+from torch import Tensor
 
-from flexcomm.codec import assemble_buffer, plan_tensor
+from flexcomm.codec import TensorShard, assemble_buffer, plan_tensor, shard_tensor
 from flexcomm.compress import Compressor, TensorSpec
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.kernels import Average, BufferPlan, Kernels, choose_kernels
-from flexcomm.sync.algorithms import can_reduce, dense_plan
-from flexcomm.sync.bucket_codec import BucketCodec, BucketCompressor, rank_of, uncut_shard
-from flexcomm.sync.buffers import BufferPool
-from flexcomm.sync.shards import TensorShard, shard_tensor
-from flexcomm.sync.two_phase import can_take_two_phases, plan_two_phase
+from flexcomm.kernels import Average, BufferPlan, Kernels, Selection, TensorPlan, ValueCode, choose_kernels
+from flexcomm.sync.algorithms import Algorithm, can_reduce, dense_plan, plan_two_phase
+from flexcomm.sync.bucket_codec import BucketCodec, BucketCompressor
 
 log = logging.getLogger(__name__)
 
-Algorithm = Literal["gather", "gatherv", "reduce", "two_phase", "dense", "codec"]
 AlgorithmOption = Literal["auto", "gather", "gatherv", "reduce", "two_phase", "dense", "codec"]
 NonFinitePolicy = Literal["raise", "skip", "zero"]
+MOST_SPARE = 8
+"""Buffers that a pool keeps for calls under way at once; a burst of more calls frees its own."""
+_LEAST_SHARE = 1 / 16
+"""The least of ``bucket_bytes`` that a bucket holds: 1 MiB of the default."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,12 @@ class SyncSettings:
 
     def fields(self) -> dict[str, object]:
         """Return all settings by name, for ranks to compare."""
-        tensors = {
-            f"tensor {number}": f"{spec.name} {spec.dtype} {list(spec.shape)}" for number, spec in enumerate(self.specs)
-        }
+        tensors = [f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in self.specs]
+        names = ("compressor", "average", "algorithm", "nonfinite", "bucket_bytes")
         return {
-            "tensors": len(self.specs),
-            **tensors,
-            "compressor": self.compressor,
-            "average": self.average,
-            "algorithm": self.algorithm,
-            "nonfinite": self.nonfinite,
-            "bucket_bytes": self.bucket_bytes,
+            "tensors": len(tensors),
+            **{f"tensor {number}": text for number, text in enumerate(tensors)},
+            **{name: getattr(self, name) for name in names},
             "residuals": "given" if self.has_residuals else "none",
         }
 
@@ -76,7 +75,7 @@ class BucketPlan:
 
     ``shards[r]`` are those of local rank r, ``numbers[r]`` the tensors they belong to and ``buffers[r]`` the layout of
     their buffer. ``gathers_payloads`` says whether the ranks of a node hand each other the payloads they received, or
-    the elements they decoded. ``sent_bytes`` is what a node sends of all tensors of this dtype, by algorithm.
+    the elements they decoded.
     """
 
     tensors: tuple[int, ...]
@@ -86,7 +85,6 @@ class BucketPlan:
     buffers: tuple[BufferPlan, ...]
     algorithm: Algorithm
     gathers_payloads: bool
-    sent_bytes: tuple[tuple[Algorithm, float], ...]
     codecs: tuple[BucketCodec, ...] = ()
     """Those of a compressor that is no pipeline, by rank: then there are no buffer plans."""
 
@@ -95,10 +93,57 @@ class BucketPlan:
         """Numbers that differ wherever what is sent would be read differently, by rank."""
         return tuple(one.digest for one in self.codecs or self.buffers)
 
-    @property
+    @cached_property
+    def numbered_shards(self) -> list[tuple[TensorShard, int]]:
+        """The shards of all ranks, rank by rank, each with the number of its tensor."""
+        return list(zip(chain(*self.shards), chain(*self.numbers), strict=True))
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each rank's shards."""
+        return tuple(sum(shard.last - shard.first for shard in shards) for shards in self.shards)
+
+    @cached_property
     def longest(self) -> int:
-        """Elements of the rank that has most of them."""
-        return max(map(_numel, self.shards))
+        return max(self.numels)
+
+
+class Buffers:
+    """The memory one call uses for one bucket: tensors, views of them, encoders and decoders on them.
+
+    All of it follows from the plan and the world, so it is made on first use and never changes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[str, Any] = {}
+
+    def get(self, name: str, make: Callable[[], T]) -> T:
+        """Return what was made under that name, which stands for one type, making it on first use."""
+        if name not in self._made:
+            # Not as inference tensors, which no later call could write.
+            with torch.inference_mode(False):
+                self._made[name] = make()
+        return self._made[name]  # type: ignore[no-any-return]
+
+    def allocate(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Return an uninitialised tensor on the pool's device."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+class BufferPool:
+    """Buffers of one bucket that no call uses at the moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.spare: list[Buffers] = []
+
+    def take(self) -> Buffers:
+        return self.spare.pop() if self.spare else Buffers(self._device)
+
+    def give_back(self, buffers: Buffers) -> None:
+        if len(self.spare) < MOST_SPARE:
+            self.spare.append(buffers)
 
 
 @dataclass(eq=False)
@@ -106,9 +151,9 @@ class SyncPlan:
     """What calls with the same tensors and arguments share, on local rank ``rank`` of ``ranks``, on ``nodes`` nodes.
 
     ``all_ranks`` says whether all ranks take part, or only those of this local rank, and ``in_background`` whether comm
-    threads drive the buckets. ``rank_names[r][n]`` is what
-    messages call local rank r of node n. ``agreed_after`` are the numbers of the plans used before, 0 for none, after
-    which all ranks were found to use this one: numbers, because a forgotten plan must not live on here.
+    threads drive the buckets. ``rank_names[r][n]`` is what messages call local rank r of node n. ``agreed_after`` are
+    the numbers of the plans used before, 0 for none, after which all ranks were found to use this one: numbers, because
+    a forgotten plan must not live on here.
     """
 
     settings: SyncSettings
@@ -143,7 +188,7 @@ class SyncPlan:
     @cached_property
     def dense_bytes(self) -> int:
         """The length of what this rank works on, uncompressed."""
-        return sum(_numel(bucket.shards[self.rank]) * bucket.dtype.itemsize for bucket in self.buckets)
+        return sum(bucket.numels[self.rank] * bucket.dtype.itemsize for bucket in self.buckets)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -156,7 +201,7 @@ def plan_buckets(settings: SyncSettings, nodes: int, ranks: int) -> tuple[Bucket
     """Return the buckets of a call, for nodes of so many ranks."""
     chosen = choose_algorithms(settings.specs, settings.compressor, nodes, settings.algorithm)
     return tuple(
-        _plan_bucket(settings, tensors, *chosen[settings.specs[tensors[0]].dtype], nodes, ranks)
+        _plan_bucket(settings, tensors, chosen[settings.specs[tensors[0]].dtype].algorithm, nodes, ranks)
         for tensors in fill_buckets(settings.specs, settings.bucket_bytes)
     )
 
@@ -185,9 +230,7 @@ def choose_algorithms(
     dtypes = dict.fromkeys(spec.dtype for spec in specs)
     if isinstance(compressor, BucketCompressor):
         if algorithm not in ("auto", "codec"):
-            raise InvalidArgumentError(
-                f"algorithm {algorithm!r} cannot carry {compressor}, which has a codec: use auto."
-            )
+            raise InvalidArgumentError(f"{algorithm!r} cannot carry {compressor}, which has a codec: use auto.")
         return {dtype: ChosenAlgorithm("codec", {}) for dtype in dtypes}
     return {
         dtype: _choose_algorithm(tuple(spec for spec in specs if spec.dtype == dtype), compressor, nodes, algorithm)
@@ -198,56 +241,35 @@ def choose_algorithms(
 def _choose_algorithm(
     specs: tuple[TensorSpec, ...], compressor: Compressor, nodes: int, algorithm: AlgorithmOption
 ) -> ChosenAlgorithm:
-    dtype = specs[0].dtype
-    plans = tuple(plan_tensor(spec, compressor) for spec in specs)
-    whole = assemble_buffer(specs, plans)
-    dense = assemble_buffer(specs, tuple(dense_plan(plan, dtype) for plan in plans))
-    uncut = tuple(
-        shard for spec, plan in zip(specs, plans, strict=True) for shard in shard_tensor(spec, plan, 1) if shard
-    )
-    sent = _sent_bytes(whole, dense, uncut, nodes)
-    chosen = _fewest_bytes(whole, sent) if algorithm == "auto" else algorithm
+    dtype, plans = specs[0].dtype, tuple(plan_tensor(spec, compressor) for spec in specs)
+    plan = assemble_buffer(specs, plans)
+    dense = assemble_buffer(specs, tuple(dense_plan(one, dtype) for one in plans))
+    others, share = nodes - 1, (nodes - 1) / nodes
+    sent: dict[Algorithm, float] = {}
+    # Of equals the first is taken: gathered buffers carry headers and checksums, sums do not.
+    if not plan.variable_length:
+        sent["gather"] = others * plan.nbytes
+        if can_reduce(plan, nodes):
+            sent["reduce"] = 2 * share * plan.nbytes
+        # What is sent of a chunk must depend on that chunk alone, so that parts send what wholes would.
+        if all(one.selection.rule.has_independent_chunks for one in plans):
+            uncut = [shard_tensor(spec, one, 1)[0] for spec, one in zip(specs, plans, strict=True)]
+            parts = plan_two_phase(tuple(shard for shard in uncut if shard is not None), nodes)
+            sent["two_phase"] = share * (plan.nbytes + sum(part.averaged.nbytes for part in parts))
+    sent["dense"] = 2 * share * dense.nbytes
+    fewest = "gatherv" if plan.variable_length else min(sent, key=sent.__getitem__)
+    sent["gatherv"] = others * plan.nbytes
+    chosen = fewest if algorithm == "auto" else algorithm
     if chosen not in sent:
         raise InvalidArgumentError(
             f"algorithm {chosen!r} cannot carry this compressor, but {', '.join(sorted(sent))} and auto can: reduce "
             f"needs shared indices and fp32, bf16 or fp16 values, two_phase needs top-k, gather a length known "
             f"beforehand."
         )
-    log.info(
-        "%d tensors of %s, from %s on, use %s among %d nodes; bytes a node sends: %s",
-        len(specs),
-        dtype,
-        specs[0].name,
-        chosen,
-        nodes,
-        ", ".join(f"{other} {nbytes:.0f}" for other, nbytes in sent.items()),
-    )
+    listed = ", ".join(f"{other} {nbytes:.0f}" for other, nbytes in sent.items())
+    message = "%d tensors of %s, from %s on, use %s among %d nodes; bytes a node sends: %s"
+    log.info(message, len(specs), dtype, specs[0].name, chosen, nodes, listed)
     return ChosenAlgorithm(chosen, sent)
-
-
-def _sent_bytes(
-    plan: BufferPlan, dense: BufferPlan, shards: tuple[TensorShard, ...], nodes: int
-) -> dict[Algorithm, float]:
-    """Return what a node sends by each algorithm that can carry this plan. ``dense`` sends everything."""
-    others, share = nodes - 1, (nodes - 1) / nodes
-    sent: dict[Algorithm, float] = {"dense": 2 * share * dense.nbytes}
-    if plan.variable_length:
-        return sent | {"gatherv": others * plan.nbytes}
-    sent |= {"gather": others * plan.nbytes, "gatherv": others * plan.nbytes}
-    if can_reduce(plan, nodes):
-        sent["reduce"] = 2 * share * plan.nbytes
-    if can_take_two_phases(plan):
-        averages = sum(part.averaged.nbytes for part in plan_two_phase(shards, nodes).parts)
-        sent["two_phase"] = share * (plan.nbytes + averages)
-    return sent
-
-
-def _fewest_bytes(plan: BufferPlan, sent: dict[Algorithm, float]) -> Algorithm:
-    if plan.variable_length:
-        return "gatherv"
-    # Of equals the first: gathered buffers carry headers and checksums, sums do not.
-    order: tuple[Algorithm, ...] = ("gather", "reduce", "two_phase", "dense")
-    return min((one for one in order if one in sent), key=lambda one: sent[one])
 
 
 def fill_buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> list[tuple[int, ...]]:
@@ -263,89 +285,56 @@ def fill_buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> list[
 
     """
     full, buckets = float("inf") if bucket_bytes is None else bucket_bytes, []
-    open_buckets: dict[torch.dtype, _OpenBucket] = {}
+    open_buckets: dict[torch.dtype, list[int]] = {}
+    filled: dict[torch.dtype, int] = {}
     for number, spec in enumerate(specs):
-        size = torch.Size(spec.shape).numel() * spec.dtype.itemsize
-        bucket = open_buckets.setdefault(spec.dtype, _OpenBucket())
-        if bucket.nbytes + size > full and bucket.nbytes >= full * _LEAST_SHARE:
-            buckets.append(tuple(bucket.numbers))
-            bucket = open_buckets[spec.dtype] = _OpenBucket()
-        bucket.numbers.append(number)
-        bucket.nbytes += size
-    buckets += (tuple(bucket.numbers) for bucket in open_buckets.values())
-    return sorted(buckets, key=max)
-
-
-_LEAST_SHARE = 1 / 16
-"""The least of ``bucket_bytes`` that a bucket holds: 1 MiB of the default."""
-
-
-@dataclass
-class _OpenBucket:
-    numbers: list[int] = field(default_factory=list)
-    nbytes: int = 0
+        dtype, nbytes = spec.dtype, torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        before = filled.get(dtype, 0)
+        if before + nbytes > full and before >= full * _LEAST_SHARE:
+            buckets.append(tuple(open_buckets.pop(dtype)))
+            before = 0
+        open_buckets.setdefault(dtype, []).append(number)
+        filled[dtype] = before + nbytes
+    return sorted([*buckets, *map(tuple, open_buckets.values())], key=max)
 
 
 def _plan_bucket(
-    settings: SyncSettings,
-    tensors: tuple[int, ...],
-    algorithm: Algorithm,
-    sent: dict[Algorithm, float],
-    nodes: int,
-    ranks: int,
+    settings: SyncSettings, tensors: tuple[int, ...], algorithm: Algorithm, nodes: int, ranks: int
 ) -> BucketPlan:
-    specs = tuple(settings.specs[number] for number in tensors)
-    if algorithm == "codec":
-        return _plan_codec_bucket(settings.compressor, tensors, specs, ranks)
-    plans = [plan_tensor(spec, settings.compressor) for spec in specs]
-    if algorithm == "dense":
-        plans = [dense_plan(plan, spec.dtype) for spec, plan in zip(specs, plans, strict=True)]
-    shards: list[list[TensorShard]] = [[] for _ in range(ranks)]
-    numbers: list[list[int]] = [[] for _ in range(ranks)]
-    for number, spec, plan in zip(tensors, specs, plans, strict=True):
-        summed = spec if ranks == 1 else spec._replace(dtype=sum_dtype(spec.dtype))
-        for rank, shard in enumerate(shard_tensor(summed, plan, ranks)):
-            if shard is not None:
-                shards[rank].append(shard)
-                numbers[rank].append(number)
-    buffers = tuple(
-        assemble_buffer(tuple(shard.spec for shard in one), tuple(shard.plan for shard in one)) for one in shards
-    )
-    dense_nbytes = max(map(_numel, shards)) * specs[0].dtype.itemsize
-    return BucketPlan(
-        tensors,
-        specs[0].dtype,
-        tuple(map(tuple, shards)),
-        tuple(map(tuple, numbers)),
-        buffers,
-        algorithm,
-        algorithm == "gather" and nodes * max(plan.nbytes for plan in buffers) < dense_nbytes,
-        tuple(sent.items()),
-    )
+    specs, dtype = [settings.specs[number] for number in tensors], settings.specs[tensors[0]].dtype
+    summed = specs if ranks == 1 else [spec._replace(dtype=sum_dtype(dtype)) for spec in specs]
+    by_rank: list[list[tuple[int, TensorShard]]] = [[] for _ in range(ranks)]
+    codecs: list[BucketCodec] = []
+    buffers: list[BufferPlan] = []
+    if isinstance(settings.compressor, BucketCompressor):
+        # Tensors are not cut: the name of each decides which rank of a node works on it.
+        for rank, own in enumerate(by_rank):
+            numbered = [
+                (number, spec)
+                for number, spec in zip(tensors, summed, strict=True)
+                if zlib.crc32(spec.name.encode()) % ranks == rank
+            ]
+            codecs.append(settings.compressor.bucket_codec(tuple(spec for _, spec in numbered)))
+            own += [(number, _uncut_shard(spec, codecs[-1])) for number, spec in numbered]
+    else:
+        for number, spec, summed_as in zip(tensors, specs, summed, strict=True):
+            plan = plan_tensor(spec, settings.compressor)
+            plan = dense_plan(plan, dtype) if algorithm == "dense" else plan
+            for own, shard in zip(by_rank, shard_tensor(summed_as, plan, ranks), strict=True):
+                own += [] if shard is None else [(number, shard)]
+        buffers = [
+            assemble_buffer(tuple(shard.spec for _, shard in own), tuple(shard.plan for _, shard in own))
+            for own in by_rank
+        ]
+    shards = tuple(tuple(shard for _, shard in own) for own in by_rank)
+    numbers = tuple(tuple(number for number, _ in own) for own in by_rank)
+    longest = max(sum(shard.last - shard.first for shard in own) for own in shards)
+    gathers_payloads = algorithm == "gather" and nodes * max(plan.nbytes for plan in buffers) < longest * dtype.itemsize
+    return BucketPlan(tensors, dtype, shards, numbers, tuple(buffers), algorithm, gathers_payloads, tuple(codecs))
 
 
-def _plan_codec_bucket(
-    compressor: Any, tensors: tuple[int, ...], specs: tuple[TensorSpec, ...], ranks: int
-) -> BucketPlan:
-    """Return a bucket of whole tensors, each of which one rank of a node works on, by the compressor's own codec."""
-    summed = specs if ranks == 1 else tuple(spec._replace(dtype=sum_dtype(spec.dtype)) for spec in specs)
-    by_rank = [
-        [(number, spec) for number, spec in zip(tensors, summed, strict=True) if rank_of(spec, ranks) == rank]
-        for rank in range(ranks)
-    ]
-    codecs = tuple(compressor.bucket_codec(tuple(spec for _, spec in own)) for own in by_rank)
-    return BucketPlan(
-        tensors,
-        specs[0].dtype,
-        tuple(tuple(uncut_shard(spec, codec) for _, spec in own) for own, codec in zip(by_rank, codecs, strict=True)),
-        tuple(tuple(number for number, _ in own) for own in by_rank),
-        (),
-        "codec",
-        False,
-        (),
-        codecs,
-    )
-
-
-def _numel(shards: tuple[TensorShard, ...] | list[TensorShard]) -> int:
-    return sum(shard.last - shard.first for shard in shards)
+def _uncut_shard(spec: TensorSpec, codec: BucketCodec) -> TensorShard:
+    """Return a whole tensor as the shard of a rank; its plan says how large its state is."""
+    numel = max(codec.state_numel(spec), 1)
+    state = TensorPlan(1, numel, 1, numel, False, Selection.EVERYTHING, numel, ValueCode.FP32)
+    return TensorShard(spec, state, 0, torch.Size(spec.shape).numel(), 0)

@@ -47,7 +47,6 @@ class Residuals:
         self.gain = gain
         self.alpha = alpha
         self._states: dict[str, StateEntry] = {}
-        self._in_flight: set[str] = set()
         self._new: set[str] = set()
         self._claimed: set[str] = set()
 
@@ -82,11 +81,6 @@ class Residuals:
 
     def lend(self, name: str, plan: TensorPlan, device: torch.device) -> StateEntry:
         """Return what an encode reads and writes; the state itself changes when :meth:`commit` is called."""
-        if name in self._in_flight:
-            raise InvalidArgumentError(
-                f"{name} is being synchronised with these residuals: wait for the earlier handle first, or use other "
-                f"residuals."
-            )
         entry = self._states.get(name)
         if entry is None:
             # Not as inference tensors, which no later call could write.
@@ -100,7 +94,6 @@ class Residuals:
                 f"needs {list(plan.state_shape)} on {device}: its tensor, compressor or place changed. Use new "
                 f"residuals, or reset these."
             )
-        self._in_flight.add(name)
         return entry
 
     def commit(self, names: Iterable[str]) -> None:
@@ -108,23 +101,17 @@ class Residuals:
         for name in names:
             state, spare = self._states[name]
             self._states[name] = StateEntry(spare, state)
-        self._in_flight.difference_update(names)
         self._new.difference_update(names)
 
     def cancel(self, names: Iterable[str]) -> None:
         """Stay with what was before the encodes of these names."""
-        self._in_flight.difference_update(names)
         for name in self._new.intersection(names):
             del self._states[name]
         self._new.difference_update(names)
 
     def rollback(self, names: Iterable[str]) -> None:
         """Go back to what was before the last :meth:`commit` of these names. Not twice: that goes forward again."""
-        for name in names:
-            if name in self._in_flight:
-                raise InvalidArgumentError(f"{name} was used again since, and cannot go back: roll it back before.")
-            state, spare = self._states[name]
-            self._states[name] = StateEntry(spare, state)
+        self.commit(names)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -145,18 +132,13 @@ class Residuals:
                     f"the residual of {name} is {state.dtype} {list(state.shape)}, but must be torch.float32 of two "
                     f"dims, chunks and their coefficients, as state_dict() returns them."
                 )
-        self._states = {name: StateEntry(*_two_of(state)) for name, state in states.items()}
+        contiguous = torch.contiguous_format
+        copies = {name: state.detach().clone(memory_format=contiguous) for name, state in states.items()}
+        self._states = {name: StateEntry(copy, torch.empty_like(copy)) for name, copy in copies.items()}
 
     def _require_rest(self, what: str) -> None:
-        busy = self._claimed | self._in_flight
-        if busy:
+        if self._claimed:
+            busy = ", ".join(sorted(self._claimed))
             raise InvalidArgumentError(
-                f"residuals cannot be {what} while {', '.join(sorted(busy))} are being synchronised: wait "
-                f"for their handles first."
+                f"residuals cannot be {what} while {busy} are being synchronised: wait for their handles first."
             )
-
-
-def _two_of(state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a contiguous copy, and memory for its successor."""
-    copy = state.detach().clone(memory_format=torch.contiguous_format)
-    return copy, torch.empty_like(copy)

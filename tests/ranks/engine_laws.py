@@ -217,7 +217,7 @@ def a_world_that_is_closed_refuses_new_calls(world: World) -> None:
 def a_mix_is_done_when_it_was_started_if_no_thread_may_send(world: World) -> None:
     """As over an MPI without THREAD_MULTIPLE."""
     with pytest.MonkeyPatch.context() as patch, flexcomm.connect(ranks_per_node=world.topology.local_size) as other:
-        patch.setattr("flexcomm.sync.workers._may_use_threads", lambda _: False)
+        patch.setattr("flexcomm.sync.engine._may_use_threads", lambda _: False)
         schedule, x = flexcomm.gossip.base(world.topology.nodes), torch.randn(1000)
         handles = [flexcomm.start_mix(x, schedule, step, world=other) for step in range(3)]
         assert all(handle.done() for handle in handles)

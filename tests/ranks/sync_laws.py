@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from flexcomm.codec import plan_tensor
+from flexcomm.codec import plan_tensor, shard_tensor
 from flexcomm.compress import Compressor, TensorSpec, demo, dense, top_k
 from flexcomm.errors import (
     ConfigMismatchError,
@@ -27,17 +27,9 @@ from flexcomm.errors import (
 )
 from flexcomm.kernels import Average, ValueCode
 from flexcomm.kernels.reference.transform import restore
-from flexcomm.sync import (
-    BUCKET_BYTES,
-    AlgorithmOption,
-    NonFinitePolicy,
-    Residuals,
-    hierarchical_sync,
-    shard_tensor,
-    start_exchange,
-    start_sync,
-)
-from flexcomm.sync.plan import BucketPlan, SyncSettings, plan_buckets
+from flexcomm.sync.api import BUCKET_BYTES, hierarchical_sync, start_exchange, start_sync
+from flexcomm.sync.plan import AlgorithmOption, BucketPlan, NonFinitePolicy, SyncSettings, plan_buckets
+from flexcomm.sync.residuals import Residuals
 from flexcomm.testing.cases import numbers, with_gaps
 from flexcomm.world import World
 

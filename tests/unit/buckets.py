@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
-from flexcomm.codec.wire import to_words
+from flexcomm.codec.coders import to_words
 from flexcomm.compress import TensorSpec
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import torch
 from flexcomm.codec import plan_buffer
 from flexcomm.compress import (
     Compressor,
+    Cut,
     Dct,
     Everything,
     Identity,
@@ -31,7 +32,6 @@ from flexcomm.compress import (
     threshold,
     top_k,
 )
-from flexcomm.compress.parts import Cut
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import ReferenceKernels, TensorPlan, ValueCode
 from flexcomm.kernels.cpu import CpuKernels

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from flexcomm import InvalidArgumentError, gossip
-from flexcomm.sync import BUCKET_BYTES
+from flexcomm import BUCKET_BYTES, InvalidArgumentError, gossip
 from flexdemo.__main__ import main, parse_bits_per_s, parse_count, parse_straggler
 from flexdemo.predict import (
     DDP_BUCKET_BYTES,

@@ -12,8 +12,8 @@ import torch
 import flexcomm
 from flexcomm import hierarchical_sync, start_sync
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError, NonFiniteError
-from flexcomm.sync.buffers import MOST_SPARE
 from flexcomm.sync.engine import MOST_PLANS, engine_of
+from flexcomm.sync.plan import MOST_SPARE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

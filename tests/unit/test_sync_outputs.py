@@ -9,7 +9,7 @@ import torch
 
 import flexcomm
 from flexcomm import InvalidArgumentError, InvalidTensorError
-from flexcomm.sync.outputs import check_outputs
+from flexcomm.sync.api import check_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import flexcomm
-from flexcomm.codec import plan_tensor
+from flexcomm.codec import TensorShard, plan_tensor, shard_tensor
 from flexcomm.compress import Dct, Pipeline, TensorSpec, Threshold
 from flexcomm.kernels.reference.transform import accumulate
-from flexcomm.sync.shards import TensorShard, shard_tensor
 
 if TYPE_CHECKING:
     from flexcomm.kernels import TensorPlan

@@ -1,0 +1,225 @@
+"""A call under way: its buckets, and what becomes of its outputs and residuals when all of them are verified."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from flexcomm.bootstrap.consistency import explain_timeout
+from flexcomm.codec import check_numbers
+from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
+from flexcomm.kernels import LARGEST_MAGNITUDE, StateUpdate
+from flexcomm.stats import SyncRecord
+from flexcomm.sync.algorithms import LEVELS
+from flexcomm.sync.bucket import BucketContext, sync_bucket
+from flexcomm.sync.engine import BucketTask, engine_of
+from flexcomm.sync.plan import BucketPlan, Buffers, SyncPlan
+from flexcomm.sync.residuals import Residuals
+from flexcomm.world import World
+
+T = TypeVar("T", Tensor, list[Tensor])
+
+
+class SyncHandle(Generic[T]):
+    """A synchronisation under way. Handles of a world are finished in the order they were started."""
+
+    # Beside its outputs, which are contiguous, a call writes only the spare memory of its residuals.
+    def __init__(
+        self,
+        world: World,
+        plan: SyncPlan,
+        tensors: list[Tensor],
+        outputs: list[Tensor],
+        residuals: Residuals | None,
+        step: int | None,
+    ) -> None:
+        result: Any = outputs  # or its only tensor, by those who were given one
+        self.result: T = result
+        """Where the averages will be; they are there once :meth:`wait` has returned."""
+        self._engine = engine_of(world)
+        self._world, self._plan, self._residuals = world, plan, residuals
+        self._step = self._engine.calls if step is None else step
+        check_numbers(self._step, self._engine.sequence)
+        self._outputs = [x.detach() for x in outputs]
+        self._tensors = [x.detach() for x in tensors]
+        if plan.settings.nonfinite == "zero":
+            self._tensors = [torch.where(x.abs() < LARGEST_MAGNITUDE, x, 0.0) for x in self._tensors]
+        self._waited_s = 0.0
+        self._lent: list[str] = []
+        self._tasks: list[BucketTask[BucketContext]] = []
+        self._refusal: FlexcommError | None = None
+        self._error: BaseException | None = None
+        self._committed = self._skipped = self._is_finished = False
+
+    def wait(self) -> T:
+        """Return the averages; calling again returns them again. Raises what went wrong, every time."""
+        if self._plan.in_background:
+            self._finish()
+        # In the order they were started: their collectives must start in one order on all ranks.
+        while self._finish in self._engine.under_way:
+            self._engine.under_way.popleft()()
+        if self._error is not None:
+            raise self._error
+        return self.result
+
+    def done(self) -> bool:
+        """Return whether what was sent between nodes has arrived: then ``wait`` has the rest to do."""
+        return all(task.has_arrived() for task in self._tasks)
+
+    def rollback(self) -> None:
+        """Take back what this call did to its residuals, if it did, before another call uses them.
+
+        For a step of several calls, one of which failed. All ranks do it, or none.
+        """
+        if self._residuals is not None and self._committed:
+            # Refused if another call uses them.
+            self._residuals.claim(self._plan.names)
+            self._residuals.rollback(self._lent)
+            self._residuals.unclaim(self._plan.names)
+            self._committed = False
+
+    @property
+    def record(self) -> SyncRecord:
+        """What it cost so far: the sum over its buckets."""
+        total = SyncRecord(
+            syncs=1, dense_bytes=self._plan.dense_bytes, waiting_s=self._waited_s, skipped=int(self._skipped)
+        )
+        for task in self._tasks:
+            total.add(task.ctx.record)
+        return total
+
+    def start(self) -> None:
+        """Start all buckets, once.
+
+        Driven by the caller, every bucket is on its way between nodes when this returns; the next one is encoded while
+        one is on the wire.
+        """
+        engine, plan = self._engine, self._plan
+        engine.agree(self._world, plan)
+        engine.calls += 1
+        if self._residuals is not None:
+            self._residuals.claim(plan.names)
+        try:
+            # All numbers at once: a rank whose bucket gets stuck must stay in step with those that do not.
+            first, engine.sequence = engine.sequence + 1, engine.sequence + len(plan.buckets)
+            for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first):
+                ctx = self._make_context(bucket, pool.take(), sequence)
+                done = threading.Event() if plan.in_background else None
+                self._tasks.append(BucketTask(ctx, sync_bucket(ctx), done))
+            if plan.in_background:
+                threads = engine.comm_threads(self._world, plan.device)
+                for task in self._tasks:
+                    threads.submit(task)
+                return
+            for task in self._tasks:
+                task.advance(self._world)
+            for task in self._tasks:
+                # On its way between nodes, or further: the caller may go on computing.
+                while (one := task.under_way) is not None and (one.is_short or LEVELS[one.leg] == "intra"):
+                    task.advance(self._world)
+        except DeadlineExceededError as error:
+            raise self._cancel(error) from error
+        except BaseException as error:
+            self._cancel(error)
+            raise
+        engine.under_way.append(self._finish)
+
+    def _make_context(self, bucket: BucketPlan, buffers: Buffers, sequence: int) -> BucketContext:
+        plan, residuals = self._plan, self._residuals
+        states, states_out, update, nonfinite = None, None, StateUpdate(gain=1.0 / plan.ranks), ""
+        if residuals is not None:
+            update = residuals.update(1.0 / plan.ranks)
+            try:
+                states, states_out = [], []
+                for shard in bucket.shards[plan.rank]:
+                    lent = residuals.lend(shard.spec.name, shard.plan, plan.device)
+                    states.append(lent.state)
+                    states_out.append(lent.spare)
+                    self._lent.append(shard.spec.name)
+            except FlexcommError as refusal:
+                # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
+                self._refusal, nonfinite = self._refusal or refusal, str(refusal)
+        return BucketContext(
+            plan=bucket,
+            tensors=self._tensors,
+            outputs=self._outputs,
+            states=states,
+            states_out=states_out,
+            update=update,
+            step=self._step,
+            sequence=sequence,
+            average=plan.settings.average,
+            kernels=plan.kernels,
+            local_rank=plan.rank,
+            local_size=plan.ranks,
+            node=self._world.inter.rank,
+            nodes=plan.nodes,
+            rank_names=plan.rank_names,
+            buffers=buffers,
+            record=SyncRecord(),
+            nonfinite=nonfinite,
+        )
+
+    def _finish(self) -> None:
+        """Take every bucket to its end, once. What goes wrong is kept for those who ask for the result."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        try:
+            if self._plan.in_background:
+                begin_s = time.perf_counter()
+                for task in self._tasks:
+                    task.wait_done()
+                self._waited_s = time.perf_counter() - begin_s
+            else:
+                under_way = self._tasks
+                while under_way:
+                    under_way = [task for task in under_way if task.advance(self._world)]
+            failures: list[BaseException] = [] if self._refusal is None else [self._refusal]
+            failures += [task.failure for task in self._tasks if task.failure is not None]
+            if failures:
+                # Of several, that of a transport: all others follow from it.
+                raise next((one for one in failures if isinstance(one, TransportError)), failures[0])
+            self._write_outputs([sender for task in self._tasks for sender in task.ctx.nonfinite_senders])
+        except BaseException as error:
+            self._cancel(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _write_outputs(self, nonfinite_senders: list[str]) -> None:
+        """Write all outputs or, if a rank had nonfinite values, do what the call asked for then."""
+        if nonfinite_senders and self._plan.settings.nonfinite == "raise":
+            raise NonFiniteError(
+                f"{', '.join(dict.fromkeys(nonfinite_senders))} had NaN, infinity or a magnitude of 2**100 or more to "
+                f"send, or residuals that do not fit (then its own error says so), and nothing was changed on any "
+                f"rank. Skip this step; if that happens often, lower the learning rate or the loss scale, clip, or "
+                f"pass nonfinite='skip'."
+            )
+        if nonfinite_senders:
+            for out in self._outputs:
+                out.zero_()
+            self._skipped = True
+        else:
+            for task in self._tasks:
+                task.write_outputs()
+        if self._residuals is not None:
+            (self._residuals.cancel if nonfinite_senders else self._residuals.commit)(self._lent)
+            self._committed = not nonfinite_senders
+            self._residuals.unclaim(self._plan.names)
+        for task, pool in zip(self._tasks, self._plan.pools, strict=True):
+            pool.give_back(task.ctx.buffers)
+        self._world.add_stats(self.record, sequence=self._engine.sequence, step=self._step)
+
+    def _cancel(self, error: BaseException) -> BaseException:
+        """Leave everything as it was, and return the error, explained. Buffers are lost: transports may still write."""
+        if isinstance(error, DeadlineExceededError):
+            error = explain_timeout(self._world, error, self._engine.sequence)
+        self._error = error
+        if self._residuals is not None:
+            self._residuals.cancel(self._lent)
+            self._residuals.unclaim(self._plan.names)
+        return error
