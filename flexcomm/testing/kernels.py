@@ -258,6 +258,28 @@ def decode_gives_the_references_average(kernels: Kernels, device: str) -> None:
         require_equal(kernels, here, words, f"decode_ leaves the buffers alone: {bucket}")
 
 
+def payloads_behind_one_of_variable_length_are_found(kernels: Kernels, device: str) -> None:
+    """Each sender has them at another place."""
+    variable = TensorPlan(1, 90, 1, 30, False, Selection.THRESHOLD, 90, ValueCode.FP32, tau=1.0, variable_length=True)
+    fixed = TensorPlan(1, 8, 1, 8, False, Selection.TOP_K, 3, ValueCode.FP32)
+    specs = tuple(TensorSpec(f"t{i}", (1, plan.cols), torch.float32) for i, plan in enumerate((variable, fixed)))
+    bucket = assemble_buffer(specs, (variable, fixed))
+    tensors = [[numbers("normal", spec.shape, seed) for spec in specs] for seed in range(3)]
+    results = []
+    for one, where in ((kernels, device), (_REFERENCE, "cpu")):
+        sent = [encode_bucket(one, bucket, [x.to(where) for x in of_sender], step=_STEP) for of_sender in tensors]
+        words, regions = joined(sent)
+        outs = [torch.empty(spec.shape, device=where) for spec in specs]
+        decoder = one.decoder(bucket, words, regions)
+        require(
+            kernels, int(decoder.verify(step=_STEP, sequence=SEQUENCE)) == 0, "buffers of several lengths are sound"
+        )
+        decoder.decode_(outs, step=_STEP, average="nodes")
+        results.append(outs)
+    for got, expected in zip(*results, strict=True):
+        require_equal(kernels, got, expected, "what lies behind a payload of variable length is decoded")
+
+
 def decode_adds_in_the_order_of_senders(kernels: Kernels, device: str) -> None:
     plan = TensorPlan(1, 2, 1, 2, False, Selection.EVERYTHING, 2, ValueCode.FP32)
     large, small = torch.tensor([2.0**60, -(2.0**60)]), torch.tensor([1.0, 1.0])
@@ -439,6 +461,7 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     verify_names_the_first_sender_with_the_flag,
     the_first_kind_of_problem_is_named,
     decode_gives_the_references_average,
+    payloads_behind_one_of_variable_length_are_found,
     decode_adds_in_the_order_of_senders,
     sums_are_decoded_without_being_verified,
     a_sum_is_divided_by_the_nodes_it_is_of,

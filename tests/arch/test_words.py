@@ -80,7 +80,6 @@ ALLOWED = {
     "_round_trip": "encode and decode",
     "_turn": "a rotation of the transform",
     "is_kept_by": "a bound that is kept",
-    "is_under_way": "not finished",
     "joined": "vectors put together",
     "kept": "kernels kept in the cache",
     "large_gathers_may_be_under_way_together": "not finished",

@@ -212,7 +212,7 @@ def largest_sent(victim: Victim, gathered: Gathered) -> float:
         numel = one.chunks * one.chunk_numel
         flat = replace(one, transformed=False, rows=1, cols=numel, chunk_rows=1, chunk_cols=one.chunk_numel)
         sent = torch.empty(numel)
-        REFERENCE.decode_tensor_(words, [payload], flat, one.sample_key(STEP, "t0"), "nodes", sent)
+        REFERENCE.decode_tensor_(words, [payload], flat, one.sample_key(STEP, "t0"), "nodes", 1, sent)
         largest = max(largest, float(sent.abs().max()) if sent.numel() else 0.0)
     return largest
 

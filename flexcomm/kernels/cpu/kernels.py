@@ -332,7 +332,7 @@ class CpuDecoder:
         self._regions = np.array([region[1:] for region in regions], np.int64)
         starts = np.ascontiguousarray(self._regions[:, 0])
         self._received = [
-            _Received(group, starts, _new_job(self._words), summed)
+            _Received(group, starts, _new_job(self._words), summed, places_vary=plan.variable_length)
             for group in plan_groups(plan, decoded_as, is_inverse=True)
         ]
 
@@ -402,11 +402,11 @@ class _Received:
     many entries precede each chunk, if that depends on the data.
     """
 
-    def __init__(self, group: Group, starts: Numbers, job: Numbers, summed: int) -> None:
-        self.group, self._starts, self._job = group, starts, job
+    def __init__(self, group: Group, starts: Numbers, job: Numbers, summed: int, *, places_vary: bool) -> None:
+        self.group, self._starts, self._job, self._places_vary = group, starts, job, places_vary
         is_variable, senders = group.is_variable, len(starts)
         self._is_shared = not group.sends_indices and not is_variable
-        self._tables = np.repeat(group.table[None], senders, axis=0) if is_variable else group.table[None]
+        self._tables = np.repeat(group.table[None], senders if places_vary else 1, axis=0)
         entries = sum(plan.entries for plan in group.plans)
         self._picks = np.zeros((senders, 0 if self._is_shared else entries), np.int32)
         self.before = np.zeros((senders if is_variable else 0, group.plans[0].chunks + 1), np.int64)
@@ -415,7 +415,7 @@ class _Received:
         job[[t.PICKS, t.PICK_PITCH, t.IS_BLOCK]] = self._picks.ctypes.data, self._picks.shape[1], 0
         if is_variable:
             job[[t.BEFORE, t.BEFORE_PITCH]] = self.before.ctypes.data, self.before.shape[1]
-            job[t.ROW_PITCH] = group.table.size
+        job[t.ROW_PITCH] = group.table.size if places_vary else 0
         self._is_drawn = self._is_shared and group.selection in selection.PICKERS
 
     @cached_property
@@ -431,7 +431,7 @@ class _Received:
 
     def place(self, sender: int, number: int, layout: Layout, position: int) -> None:
         """Fill in where a sender's payload of a tensor is."""
-        place(self._tables[sender if self.group.is_variable else 0, self.group.numbers.index(number)], layout, position)
+        place(self._tables[sender if self._places_vary else 0, self.group.numbers.index(number)], layout, position)
 
     def check(self, sender: int) -> Problems:
         """Return the first tensor of a sender with a wrong payload, and what is wrong; unpack its indices."""
@@ -439,7 +439,7 @@ class _Received:
         job[[t.STARTS, t.PICKS]] = self._starts.ctypes.data + 8 * sender, self._picks.ctypes.data + sender * pitch
         if self.group.is_variable:
             job[t.BEFORE] += 8 * sender * job[t.BEFORE_PITCH]
-        table = self._tables[sender if self.group.is_variable else 0]
+        table = self._tables[sender if self._places_vary else 0]
         found = int(t.run_loops(table, self._tensor_blocks, job, self._check_loops))
         return [(Problem(found & 0xFF), self.group.numbers[found >> 8])] if found else []
 
