@@ -36,7 +36,7 @@ from flexcomm.errors import (
 )
 from flexcomm.gossip.api import MixHandle, MixResult, mix, start_mix
 from flexcomm.gossip.mix import MixResiduals, PushSum
-from flexcomm.kernels import Average, TensorPlan
+from flexcomm.kernels import Average, Epilogue, TensorPlan
 from flexcomm.sync.api import (
     BUCKET_BYTES,
     hierarchical_sync,
@@ -65,6 +65,7 @@ __all__ = [
     "CompressorError",
     "ConfigMismatchError",
     "DeadlineExceededError",
+    "Epilogue",
     "FlexcommError",
     "Handle",
     "InvalidArgumentError",

@@ -14,7 +14,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from flexcomm import Average, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World, default_world
+from flexcomm import (
+    Average,
+    Epilogue,
+    FlexcommError,
+    InvalidArgumentError,
+    NonFinitePolicy,
+    TransportError,
+    World,
+    default_world,
+)
 from flexdemo.checkpoint import (
     FromOtherNodes,
     NodeAxis,
@@ -66,8 +75,8 @@ _IS_COMPRESSOR: Rule = (lambda value: hasattr(value, "plan"), "one, such as flex
 class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
     """An optimizer whose parameters have a replica on every node; at the start, all become those of node 0.
 
-    A subclass says what is sent of the gradients (``_sync_settings``) and how parameters move by the averages
-    (``_apply``).
+    A subclass says what is sent of the gradients (``_sync_settings``) and how parameters move by the averages: after
+    they are written (``_apply``), or as they are decoded (``_outputs``, ``_epilogue``).
     """
 
     # torch's GradScaler leaves inf and scale to optimizers that say so. Were it to decide alone, on each rank, some
@@ -95,6 +104,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         sync: SyncTarget = "gradients",
         outer: OuterOptimizer | None,
         overlap: bool,
+        exact_rollback: bool = False,
     ) -> None:
         arguments = {"sync_every": sync_every, "sync": sync}
         check_settings(arguments, {"sync_every": COUNT, "sync": one_of(get_args(SyncTarget))})
@@ -110,6 +120,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             nonfinite=nonfinite,
             has_residuals=not is_local or self._local_settings is None,
             in_background=overlap,
+            exact_rollback=exact_rollback,
         )
         self._local_steps = LocalSteps(self._world, outer, nonfinite) if is_local else None
         self._ready = ReadyBuckets(self._start_bucket)
@@ -126,6 +137,16 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
     @abstractmethod
     def _apply(self, averages: Averages) -> None:
         """Change the parameters by averages that are equal on all nodes."""
+
+    def _outputs(self, bucket: Bucket) -> list[Tensor] | None:
+        """Return where averages go, or what steps by them; None: into memory of the exchange."""
+        del bucket
+        return None
+
+    def _epilogue(self, bucket: Bucket) -> Epilogue:
+        """Return what becomes of the averages of a bucket."""
+        del bucket
+        return Epilogue()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -169,7 +190,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             raise
         finally:
             self._ready.reset()
-        return self._gradients.finish()
+        return self._gradients.finish(self._epilogue)
 
     def _start_bucket(
         self, bucket: Bucket, scale: Tensor | None = None, nonfinite: NonFinitePolicy | None = None
@@ -180,7 +201,8 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         gradients = [gradient_of(param) for param in bucket.params]
         if scale is not None:
             gradients = list(torch._foreach_div(gradients, scale))
-        self._gradients.start(bucket, gradients, settings, group["step"], nonfinite=nonfinite)
+        out = self._outputs(bucket)
+        self._gradients.start(bucket, gradients, settings, group["step"], nonfinite=nonfinite, out=out)
 
     def _finish_step(self) -> None:
         for group in self.param_groups:

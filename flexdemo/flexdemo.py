@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, get_args
 
-import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
-from flexcomm import BUCKET_BYTES, Average, Compressor, NonFinitePolicy, World, demo
+from flexcomm import BUCKET_BYTES, Average, Compressor, Epilogue, NonFinitePolicy, World, demo
 from flexdemo.base import NodeOptimizer
-from flexdemo.gradients import Averages, CompressionSettings
+from flexdemo.gradients import Averages, Bucket, CompressionSettings
 from flexdemo.local_steps import OuterOptimizer
 from flexdemo.parameters import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, Group, local, one_of
 
@@ -41,6 +42,8 @@ class FlexDeMo(NodeOptimizer):
         bucket_bytes: dense bytes of gradients that travel together in one collective.
         node_averaged: whether gradients are averaged inside the node before the optimizer sees them; found out from
             the parameters (FSDP's shards are), if not given.
+        exact_rollback: keep a second copy of the momentum, so that a step that fails leaves it bit for bit; else it is
+            restored to rounding, see :class:`flexcomm.Residuals`. With ``overlap`` it is always kept.
 
     Raises:
         InvalidArgumentError: a setting makes no sense; it says which, and what it must be.
@@ -87,6 +90,7 @@ class FlexDeMo(NodeOptimizer):
         nonfinite: NonFinitePolicy = "raise",
         bucket_bytes: int = BUCKET_BYTES,
         node_averaged: bool | None = None,
+        exact_rollback: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -107,20 +111,25 @@ class FlexDeMo(NodeOptimizer):
             sync_every=sync_every,
             outer=outer,
             overlap=overlap,
+            exact_rollback=exact_rollback,
         )
 
     def _sync_settings(self, group: Group) -> CompressionSettings:
         return CompressionSettings(group["compressor"], group["decay"], float(group["lr"]), group["alpha"])
 
+    def _outputs(self, bucket: Bucket) -> list[Tensor]:
+        # Kernels step the parameters themselves; of those with gaps, copies.
+        return [local(param).contiguous() for param in bucket.params]
+
+    def _epilogue(self, bucket: Bucket) -> Epilogue:
+        group = self.param_groups[bucket.group]
+        lr, keep = float(group["lr"]), 1.0 - float(group["lr"]) * group["weight_decay"]
+        # The learning rate is in the momentum: in a plain step, once is enough.
+        return Epilogue("sign_step" if group["update"] == "sign" else "plain_step", lr, keep)
+
     def _apply(self, averages: Averages) -> None:
-        for bucket, tensors in averages.items():
-            group = self.param_groups[bucket.group]
-            lr, params = float(group["lr"]), [local(param) for param in bucket.params]
-            if group["weight_decay"]:
-                torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
-            if group["update"] == "sign":
-                torch._foreach_sign_(tensors)
-                torch._foreach_add_(params, tensors, alpha=-lr)
-            else:
-                # The learning rate is in the momentum: once is enough.
-                torch._foreach_sub_(params, tensors)
+        for bucket, stepped in averages.items():
+            for param, out in zip(map(local, bucket.params), stepped, strict=True):
+                if not param.is_contiguous():
+                    param.copy_(out)
+            increment_version(bucket.params)

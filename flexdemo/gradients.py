@@ -7,8 +7,9 @@ The path of a step, with ``overlap=True``:
    collectives in one order. From then on flexcomm's comm threads encode and exchange it, where the world has them.
 2. ``NodeOptimizer.step``, in the caller's thread, starts the buckets that are left, in the same order; parameters
    without a gradient send zeros.
-3. :meth:`BucketExchange.finish` waits for all buckets. Each one that succeeds commits its momentum there. If one failed
-   or is to be skipped, on any rank, all of them are rolled back to the momentum before the step.
+3. :meth:`BucketExchange.finish` waits until all buckets are verified. Then all of them write their outputs, which may
+   be the parameters themselves, and commit their momentum; or, if one failed or is to be skipped on any rank, all of
+   them are rolled back to the momentum before the step.
 
 Without overlap, step 1 is left out. Hooks and local steps use :class:`BucketExchange` as it is.
 """
@@ -32,6 +33,7 @@ from flexcomm import (
     Average,
     Compressor,
     ConfigMismatchError,
+    Epilogue,
     FlexcommError,
     InvalidArgumentError,
     NonFinitePolicy,
@@ -218,6 +220,11 @@ def _version_of(gradient: Tensor) -> tuple[int, int]:
     return local(gradient).data_ptr(), version_of(local(gradient))
 
 
+def _store(bucket: Bucket) -> Epilogue:
+    del bucket
+    return Epilogue()
+
+
 class BucketExchange:
     """Buckets under way between nodes, and the residuals of what was not sent of them.
 
@@ -226,9 +233,17 @@ class BucketExchange:
     """
 
     def __init__(
-        self, world: World, *, average: Average, nonfinite: NonFinitePolicy, has_residuals: bool, in_background: bool
+        self,
+        world: World,
+        *,
+        average: Average,
+        nonfinite: NonFinitePolicy,
+        has_residuals: bool,
+        in_background: bool,
+        exact_rollback: bool = False,
     ) -> None:
         self.world = world
+        self._exact_rollback = exact_rollback
         self.buckets: list[Bucket] = []
         self.residuals: dict[int, Residuals] = {}
         self._nonfinite, self._has_residuals = nonfinite, has_residuals
@@ -241,7 +256,9 @@ class BucketExchange:
         self._has_shards = False
 
     def residuals_of(self, bucket: Bucket) -> Residuals | None:
-        return self.residuals.setdefault(bucket.group, Residuals()) if self._has_residuals else None
+        if not self._has_residuals:
+            return None
+        return self.residuals.setdefault(bucket.group, Residuals(exact_rollback=self._exact_rollback))
 
     def shards_of(self, bucket: Bucket, tensors: list[Tensor], compressor: Compressor) -> list[TensorShard | None]:
         """Return, for each tensor, the shard whose residual this rank keeps; None if it keeps none."""
@@ -256,23 +273,25 @@ class BucketExchange:
         *,
         algorithm: AlgorithmOption | None = None,
         nonfinite: NonFinitePolicy | None = None,
+        out: list[Tensor] | None = None,
     ) -> None:
         """Start the exchange of a bucket's tensors.
 
-        ``algorithm`` is one for all ``buckets`` like this one, if not given; ``nonfinite`` that of the exchange.
+        ``algorithm`` is one for all ``buckets`` like this one, if not given; ``nonfinite`` that of the exchange;
+        ``out`` memory of the exchange.
         """
         residuals = self.residuals_of(bucket)
         if residuals is not None:
             residuals.decay, residuals.gain, residuals.alpha = settings.decay, settings.gain, settings.alpha
-        if bucket not in self._outputs:
-            self._outputs[bucket] = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        if out is None:
+            if bucket not in self._outputs:
+                self._outputs[bucket] = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+            out = self._outputs[bucket]
         self._has_shards |= bucket.node_averaged
         algorithm = algorithm or self._algorithm_of(bucket, settings.compressor)
         plan = self._plan_for(bucket, tensors, settings.compressor, algorithm, nonfinite or self._nonfinite)
         try:
-            handle = start_planned(
-                plan, tensors, world=self.world, residuals=residuals, step=step, out=self._outputs[bucket]
-            )
+            handle = start_planned(plan, tensors, world=self.world, residuals=residuals, step=step, out=out)
         except TransportError:
             self.cancel()
             raise
@@ -282,23 +301,23 @@ class BucketExchange:
         else:
             self._started.append((bucket, handle))
 
-    def finish(self) -> Averages | None:
-        """Wait for all buckets and return their averages; None if all ranks skip them.
+    def finish(self, epilogue_of: Callable[[Bucket], Epilogue] = _store) -> Averages | None:
+        """Wait for all buckets, do with their averages what their epilogues say, and return the outputs.
 
-        Momentum is committed for all buckets, or for none if this raises or returns None.
+        Outputs are written and momentum is committed for all buckets, or for none if this raises, or if all ranks skip
+        them and this returns None.
         """
         started, failures = self._started, self._failures
         self._started, self._failures = [], []
         try:
-            # Each wait commits a bucket's momentum, or leaves it as it was.
             for _, handle in started:
                 try:
-                    handle.wait()
+                    handle.verify()
                 except TransportError:
                     raise
                 except FlexcommError as failure:
                     failures.append(failure)
-            skipped = any(handle.record.skipped for _, handle in started)
+            skipped = any(handle.skipped for _, handle in started)
             failed_ranks, skipped = self._share_outcome(failed=bool(failures), skipped=skipped)
         except TransportError:
             _roll_back(started)
@@ -312,14 +331,18 @@ class BucketExchange:
                 f"{failed_ranks} other ranks of this node could not exchange their shards, and nothing was changed; "
                 f"their own errors say why. Skip this step."
             )
-        return None if skipped else {bucket: handle.result for bucket, handle in started}
+        if skipped:
+            return None
+        for bucket, handle in started:
+            handle.write(epilogue_of(bucket))
+        return {bucket: handle.result for bucket, handle in started}
 
     def cancel(self) -> None:
         """Wait for what is under way, and roll it back."""
         started, self._started, self._failures = self._started, [], []
         for _, handle in started:
             with suppress(FlexcommError):
-                handle.wait()
+                handle.verify()
         _roll_back(started)
 
     def set_buckets(self, buckets: list[Bucket]) -> None:

@@ -17,8 +17,10 @@ from torch import Tensor
 from flexcomm.errors import InvalidArgumentError, InvalidTensorError, NonFiniteError, WireError
 from flexcomm.kernels import (
     LARGEST_MAGNITUDE,
+    STORE,
     Average,
     BufferPlan,
+    Epilogue,
     Kernels,
     Problem,
     Region,
@@ -63,7 +65,7 @@ class Encoder:
                 f"the buffer has {buffer.numel()} bytes, but the plan needs {plan.nbytes}: allocate plan.nbytes."
             )
         self._kernel = kernels.encoder(plan, self._words[: plan.nwords])
-        self.mark_nonfinite_ = self._kernel.mark_nonfinite_
+        self.mark_nonfinite_, self.rollback_ = self._kernel.mark_nonfinite_, self._kernel.rollback_
 
     def encode_(
         self,
@@ -150,6 +152,7 @@ class Decoder:
         regions: where each sender's buffer is in ``gathered``; payloads are added in this order.
         kernels: the kernel set of the device.
         decoded_as: a plan with the same payloads that says what to decode them to, if not ``plan`` itself.
+        summed: of how many nodes each buffer is the sum.
 
     """
 
@@ -160,13 +163,14 @@ class Decoder:
         regions: Sequence[Region],
         kernels: Kernels,
         decoded_as: BufferPlan | None = None,
+        summed: int = 1,
     ) -> None:
         if not regions:
             raise InvalidArgumentError("there are no buffers to average: give the region of at least one sender.")
         self._plan, self._words, self._regions = plan, to_words(gathered), regions
         for region in regions:
             _check_region(plan, self._words, region)
-        self._kernel = kernels.decoder(plan, self._words, regions, decoded_as)
+        self._kernel = kernels.decoder(plan, self._words, regions, decoded_as, summed)
 
     def verify(self, *, step: int, sequence: int) -> list[str]:
         """Check all buffers; return the senders that had nonfinite values and sent nothing.
@@ -188,9 +192,9 @@ class Decoder:
             raise WireError(region.sender, field, f"{text}. {_ENCODED_WRONG}")
         return [region.sender for region in self._regions if read_header(self._words, region).flags == NONFINITE]
 
-    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
-        """Fill ``outputs`` with the averages of buffers that were verified."""
-        self._kernel.decode_(outputs, step=step, average=average)
+    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
+        """Do with ``outputs`` and the averages of buffers that were verified what the epilogue says."""
+        self._kernel.decode_(outputs, step=step, average=average, epilogue=epilogue)
 
 
 def decode_bucket_(

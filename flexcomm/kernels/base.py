@@ -73,24 +73,23 @@ class StateUpdate(NamedTuple):
     alpha: float = 1.0
 
 
-class EpilogueKind(IntEnum):
-    """What becomes of an average."""
-
-    STORE = 0
-    """it is written"""
-    SIGN_STEP = 1
-    """the output moves against its sign: ``keep * out - lr * sign(average)``"""
-    PLAIN_STEP = 2
-    """the output moves against it: ``keep * out - average``"""
+EpilogueKind = Literal["store", "sign_step", "plain_step"]
 
 
 class Epilogue(NamedTuple):
-    """What decoding does with averages; ``keep`` is what weight decay leaves of a parameter.
+    """What decoding does with an average and an output.
 
     Steps are computed in float32, product and difference rounded each, and then to the output's dtype.
+
+    Args:
+        kind: ``"store"`` writes the average. ``"sign_step"`` moves the output against its sign, ``keep * out - lr *
+            sign(average)``, ``"plain_step"`` against the average itself, ``keep * out - average``.
+        lr: the length of a step by the sign.
+        keep: what weight decay leaves of the output.
+
     """
 
-    kind: EpilogueKind = EpilogueKind.STORE
+    kind: EpilogueKind = "store"
     lr: float = 0.0
     keep: float = 1.0
 
@@ -100,10 +99,11 @@ STORE = Epilogue()
 
 def apply_epilogue_(out: Tensor, average: Tensor, epilogue: Epilogue) -> None:
     """Do with an average, in float32, what an epilogue says; kernels do so while they decode."""
-    if epilogue.kind is EpilogueKind.STORE:
+    if epilogue.kind == "store":
         out.copy_(average)
     else:
-        step = average.sign().mul_(epilogue.lr) if epilogue.kind is EpilogueKind.SIGN_STEP else average
+        step = average.float()
+        step = step.sign().mul_(epilogue.lr) if epilogue.kind == "sign_step" else step
         out.copy_(out.float().mul(epilogue.keep).sub_(step))
 
 

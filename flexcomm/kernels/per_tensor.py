@@ -16,7 +16,6 @@ from flexcomm.kernels.base import (
     STORE,
     Average,
     Epilogue,
-    EpilogueKind,
     Problem,
     StateUpdate,
     Status,
@@ -262,7 +261,7 @@ class TensorLoopDecoder:
         plan, keys, divisor = self._decoded_as, self._decoded_as.sample_keys(step), len(self._regions) * self._summed
         for number, (one, out) in enumerate(zip(plan.plans, outputs, strict=True)):
             payloads = [of_sender[number] for of_sender in self.payloads]
-            stores = epilogue.kind is EpilogueKind.STORE
+            stores = epilogue.kind == "store"
             filled = out if stores else torch.empty(out.shape, dtype=torch.float32, device=out.device)
             self._kernels.decode_tensor_(self._words, payloads, one, keys[number], average, divisor, filled)
             if not stores:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from flexcomm.codec import Decoder, Encoder, TensorShard, assemble_buffer, regions_of, shard_tensor
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import ConfigMismatchError, WireError
-from flexcomm.kernels import BufferPlan, Selection, TensorPlan, ValueCode
+from flexcomm.kernels import BufferPlan, Selection, StateUpdate, TensorPlan, ValueCode
 from flexcomm.kernels.layout import HEADER_NBYTES
 from flexcomm.stats import Timed
 from flexcomm.transport import Handle, Transport
@@ -70,24 +70,40 @@ class Received(Protocol):
         ...
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
-        """Fill ``outputs``, one for each of these shards, with the averages."""
+        """Do with ``outputs``, one for each of these shards, and the averages what ``ctx.epilogue`` says."""
         ...
 
 
-def encode_(ctx: BucketContext, encoder: Encoder, *args: Any) -> None:
-    """Call ``encoder.encode_(*args)``, or mark its buffer as that of a sender with nothing to send."""
+def encode_(
+    ctx: BucketContext,
+    encoder: Encoder,
+    tensors: Sequence[Tensor],
+    states: Sequence[Tensor] | None = None,
+    states_out: Sequence[Tensor] | None = None,
+    update: StateUpdate | None = None,
+) -> None:
+    """Fill the encoder's buffer, or mark it as that of a sender with nothing to send."""
     with Timed(ctx.record, "encode"):
         if ctx.nonfinite:
             encoder.mark_nonfinite_(step=ctx.step, sequence=ctx.sequence)
-        else:
-            ctx.nonfinite = encoder.encode_(*args, step=ctx.step, sequence=ctx.sequence)
+            return
+        update = update or StateUpdate()
+        ctx.nonfinite = encoder.encode_(tensors, states, states_out, update, step=ctx.step, sequence=ctx.sequence)
+    if ctx.in_place and states is not None and not ctx.nonfinite:
+        ctx.rollbacks.append(partial(encoder.rollback_, tensors, states, update, step=ctx.step))
 
 
 def decoder_for(
-    ctx: BucketContext, plan: BufferPlan, gathered: Tensor, senders: Sequence[str], decoded_as: BufferPlan | None = None
+    ctx: BucketContext,
+    plan: BufferPlan,
+    gathered: Tensor,
+    senders: Sequence[str],
+    decoded_as: BufferPlan | None = None,
+    summed: int = 1,
 ) -> Decoder:
     """Return a decoder of buffers that are all as long as the plan says."""
-    return Decoder(plan, gathered, regions_of(senders, [plan.nbytes] * len(senders)), ctx.kernels, decoded_as)
+    regions = regions_of(senders, [plan.nbytes] * len(senders))
+    return Decoder(plan, gathered, regions, ctx.kernels, decoded_as, summed)
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,7 @@ class GatheredPayloads:
         return self.decoder.verify(step=ctx.step, sequence=ctx.sequence)
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
-        self.decoder.decode_(outputs, step=ctx.step, average=ctx.average)
+        self.decoder.decode_(outputs, step=ctx.step, average=ctx.average, epilogue=ctx.epilogue)
 
 
 def gather(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
@@ -169,10 +185,7 @@ class ReducedValues:
         return [f"{nonfinite:g} of {ctx.nodes} nodes"] if nonfinite else []
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
-        self.decoder.decode_(outputs, step=ctx.step, average="nodes")
-        if ctx.nodes > 1:
-            for out in outputs:
-                out.div_(ctx.nodes)
+        self.decoder.decode_(outputs, step=ctx.step, average="nodes", epilogue=ctx.epilogue)
 
 
 def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
@@ -188,11 +201,17 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
         tail = (_DIGEST_BITS + 1) * dtype.itemsize
         buffer = ctx.buffers.allocate(plan.nbytes + -(-tail // 4) * 4)
         values = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
-        encoder, decoder = Encoder(plan, buffer, ctx.kernels), decoder_for(ctx, plan, buffer, ["the sum over nodes"])
-        return ReducedValues(encoder, decoder, values, values[-_DIGEST_BITS - 1 : -1], values[-1:])
+        decoder = decoder_for(ctx, plan, buffer, ["the sum over nodes"], summed=ctx.nodes)
+        encoder, digest = Encoder(plan, buffer, ctx.kernels), values[-_DIGEST_BITS - 1 : -1]
+        return ReducedValues(encoder, decoder, values, digest, values[-1:])
 
     reduced = ctx.buffers.get("reduced", make_reduced)
     encode_(ctx, reduced.encoder, shard, ctx.states, ctx.states_out, ctx.update)
+    if ctx.rollbacks:
+        # The sum takes the place of what was sent.
+        sent = ctx.buffers.get("sent", lambda: torch.empty_like(reduced.encoder.buffer))
+        sent.copy_(reduced.encoder.buffer)
+        ctx.rollbacks.insert(0, partial(reduced.encoder.buffer.copy_, sent))
     reduced.digest.copy_(digest_bits(ctx))
     reduced.nonfinite.fill_(bool(ctx.nonfinite))
     ctx.record.payload_bytes += reduced.values.nbytes
@@ -310,7 +329,7 @@ class TwoPhases:
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         for part, decoder in zip(self.parts, self.decoders, strict=True):
-            decoder.decode_(part.views(outputs), step=ctx.step, average="nodes")
+            decoder.decode_(part.views(outputs), step=ctx.step, average="nodes", epilogue=ctx.epilogue)
 
 
 def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
@@ -366,9 +385,7 @@ def _make_phases(ctx: BucketContext, parts: list[NodePart]) -> TwoPhases:
 
 
 def dense_plan(plan: TensorPlan, dtype: torch.dtype) -> TensorPlan:
-    """Return a plan that sends every coefficient, in the same coordinates."""
-    everything, code = Selection.EVERYTHING, ValueCode.of(dtype)
-    return replace(plan, selection=everything, k=plan.chunk_numel, values=code, tau=0.0, seed=0, variable_length=False)
+    return plan.sending_everything(ValueCode.of(dtype))
 
 
 ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Received]]] = {

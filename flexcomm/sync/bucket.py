@@ -7,7 +7,7 @@ a single rank is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -19,7 +19,15 @@ from torch import Tensor
 
 from flexcomm.codec import TensorShard
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, WireError
-from flexcomm.kernels import Average, BufferPlan, Kernels, StateUpdate
+from flexcomm.kernels import (
+    STORE,
+    Average,
+    BufferPlan,
+    Epilogue,
+    Kernels,
+    StateUpdate,
+    apply_epilogue_,
+)
 from flexcomm.stats import SyncRecord, Timed
 from flexcomm.sync.algorithms import (
     ALGORITHMS,
@@ -48,7 +56,8 @@ class BucketContext:
 
     ``tensors`` and ``outputs`` are those of the whole call; outputs are contiguous. This is ``local_rank`` of
     ``local_size``, on node ``node`` of ``nodes``. If this rank has nothing to send, ``nonfinite`` says why;
-    ``nonfinite_senders`` are the ranks that had nothing.
+    ``nonfinite_senders`` are the ranks that had nothing. States that were updated ``in_place`` are restored by
+    ``rollbacks``, in their order. ``epilogue`` is what becomes of the averages, known when outputs are written.
     """
 
     plan: BucketPlan
@@ -56,6 +65,7 @@ class BucketContext:
     outputs: list[Tensor]
     states: list[Tensor] | None
     states_out: list[Tensor] | None
+    in_place: bool
     update: StateUpdate
     step: int
     sequence: int
@@ -70,6 +80,8 @@ class BucketContext:
     record: SyncRecord
     nonfinite: str = ""
     nonfinite_senders: list[str] = field(default_factory=list)
+    rollbacks: list[Callable[[], object]] = field(default_factory=list)
+    epilogue: Epilogue = STORE
 
     @property
     def shards(self) -> tuple[TensorShard, ...]:
@@ -101,7 +113,15 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
     # The call resumes all of its buckets, or none: a bucket that fails leaves every output as it was.
     yield VERIFIED
     with Timed(ctx.record, "decode"):
-        received.decode_(ctx, output_shards(ctx))
+        outputs = output_shards(ctx)
+        if ctx.plan.codecs and ctx.epilogue.kind != "store" and ctx.local_size == 1:
+            # Codecs of one's own know nothing of epilogues.
+            averages = [torch.empty_like(out) for out in outputs]
+            received.decode_(ctx, averages)
+            for out, average in zip(outputs, averages, strict=True):
+                apply_epilogue_(out, average, ctx.epilogue)
+        else:
+            received.decode_(ctx, outputs)
 
 
 def reduce_scatter_inside(ctx: BucketContext) -> Steps[list[Tensor]]:
@@ -229,9 +249,8 @@ class NodeElements(NamedTuple):
         return ctx.nonfinite_senders or nonfinite
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
-        del ctx
         for part, out in zip(self.parts, outputs, strict=True):
-            out.copy_(part)
+            apply_epilogue_(out, part, ctx.epilogue)
 
 
 def _make_elements(ctx: BucketContext, dtype: torch.dtype, first: int = 0) -> NodeElements:

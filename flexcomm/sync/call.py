@@ -12,7 +12,7 @@ from torch import Tensor
 from flexcomm.bootstrap.consistency import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
-from flexcomm.kernels import LARGEST_MAGNITUDE, StateUpdate
+from flexcomm.kernels import LARGEST_MAGNITUDE, STORE, Epilogue, StateUpdate
 from flexcomm.stats import SyncRecord
 from flexcomm.sync.algorithms import LEVELS
 from flexcomm.sync.bucket import BucketContext, sync_bucket
@@ -27,7 +27,8 @@ T = TypeVar("T", Tensor, list[Tensor])
 class SyncHandle(Generic[T]):
     """A synchronisation under way. Handles of a world are finished in the order they were started."""
 
-    # Beside its outputs, which are contiguous, a call writes only the spare memory of its residuals.
+    # Outputs, which are contiguous, are written only when all buckets are verified, here and by those who call
+    # :meth:`verify`; until then, what was done to residuals can be rolled back.
     def __init__(
         self,
         world: World,
@@ -53,40 +54,85 @@ class SyncHandle(Generic[T]):
         self._tasks: list[BucketTask[BucketContext]] = []
         self._refusal: FlexcommError | None = None
         self._error: BaseException | None = None
-        self._committed = self._skipped = self._is_finished = False
+        self._is_verified = self._is_over = False
+        self.skipped = False
+        """Whether a rank had nonfinite values, so that all of them skip; known once :meth:`verify` has returned."""
 
     def wait(self) -> T:
         """Return the averages; calling again returns them again. Raises what went wrong, every time."""
+        self.verify()
+        self.write()
+        return self.result
+
+    def verify(self) -> None:
+        """Wait until everything that was received is checked; nothing is written yet. Raises what went wrong.
+
+        For a step of several calls: verify all of them, then either :meth:`write` or :meth:`rollback` all.
+        """
         if self._plan.in_background:
-            self._finish()
+            self._verify()
         # In the order they were started: their collectives must start in one order on all ranks.
-        while self._finish in self._engine.under_way:
+        while self._verify in self._engine.under_way:
             self._engine.under_way.popleft()()
         if self._error is not None:
             raise self._error
-        return self.result
+
+    def write(self, epilogue: Epilogue = STORE) -> None:
+        """Write outputs and commit residuals, once; if all ranks skip, outputs become zeros or, with a step, stay.
+
+        Args:
+            epilogue: store averages in the outputs, or take a step by them, see :class:`flexcomm.Epilogue`.
+
+        """
+        if self._is_over:
+            return
+        if self.skipped:
+            if epilogue.kind == "store":
+                for out in self._outputs:
+                    out.zero_()
+            self.rollback()
+            return
+        for task in self._tasks:
+            task.ctx.epilogue = epilogue
+            task.write_outputs()
+        if self._residuals is not None:
+            self._residuals.commit(self._lent)
+        self._end()
+
+    def rollback(self) -> None:
+        """Write nothing, and take back what this call did to its residuals. Not after :meth:`write`.
+
+        For a step of several calls, one of which failed. All ranks do it, or none.
+        """
+        if self._is_over:
+            return
+        for task in self._tasks:
+            for restore in task.ctx.rollbacks:
+                restore()
+        if self._residuals is not None:
+            self._residuals.cancel(self._lent)
+        self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._residuals is not None:
+            self._residuals.unclaim(self._plan.names)
+        for task, pool in zip(self._tasks, self._plan.pools, strict=False):
+            # Those of a bucket that failed are not used again: transports may still write them.
+            if self._error is None:
+                pool.give_back(task.ctx.buffers)
+        if self._error is None:
+            self._world.add_stats(self.record, sequence=self._engine.sequence, step=self._step)
 
     def done(self) -> bool:
         """Return whether what was sent between nodes has arrived: then ``wait`` has the rest to do."""
         return all(task.has_arrived() for task in self._tasks)
 
-    def rollback(self) -> None:
-        """Take back what this call did to its residuals, if it did, before another call uses them.
-
-        For a step of several calls, one of which failed. All ranks do it, or none.
-        """
-        if self._residuals is not None and self._committed:
-            # Refused if another call uses them.
-            self._residuals.claim(self._plan.names)
-            self._residuals.rollback(self._lent)
-            self._residuals.unclaim(self._plan.names)
-            self._committed = False
-
     @property
     def record(self) -> SyncRecord:
         """What it cost so far: the sum over its buckets."""
         total = SyncRecord(
-            syncs=1, dense_bytes=self._plan.dense_bytes, waiting_s=self._waited_s, skipped=int(self._skipped)
+            syncs=1, dense_bytes=self._plan.dense_bytes, waiting_s=self._waited_s, skipped=int(self.skipped)
         )
         for task in self._tasks:
             total.add(task.ctx.record)
@@ -126,19 +172,24 @@ class SyncHandle(Generic[T]):
         except BaseException as error:
             self._cancel(error)
             raise
-        engine.under_way.append(self._finish)
+        engine.under_way.append(self._verify)
 
     def _make_context(self, bucket: BucketPlan, buffers: Buffers, sequence: int) -> BucketContext:
         plan, residuals = self._plan, self._residuals
         states, states_out, update, nonfinite = None, None, StateUpdate(gain=1.0 / plan.ranks), ""
+        in_place = False
         if residuals is not None:
             update = residuals.update(1.0 / plan.ranks)
+            # What was sent and the inputs must be there to roll back from: dense sums take the place of the former, and
+            # callers may change the latter while comm threads work. Codecs of one's own write another state.
+            can_roll_back = update.decay > 0.0 and not plan.in_background and bucket.algorithm not in ("dense", "codec")
+            in_place = can_roll_back and not residuals.exact_rollback
             try:
                 states, states_out = [], []
                 for shard in bucket.shards[plan.rank]:
-                    lent = residuals.lend(shard.spec.name, shard.plan, plan.device)
+                    lent = residuals.lend(shard.spec.name, shard.plan, plan.device, in_place=in_place)
                     states.append(lent.state)
-                    states_out.append(lent.spare)
+                    states_out.append(lent.state if lent.spare is None else lent.spare)
                     self._lent.append(shard.spec.name)
             except FlexcommError as refusal:
                 # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
@@ -149,6 +200,7 @@ class SyncHandle(Generic[T]):
             outputs=self._outputs,
             states=states,
             states_out=states_out,
+            in_place=in_place,
             update=update,
             step=self._step,
             sequence=sequence,
@@ -164,11 +216,11 @@ class SyncHandle(Generic[T]):
             nonfinite=nonfinite,
         )
 
-    def _finish(self) -> None:
-        """Take every bucket to its end, once. What goes wrong is kept for those who ask for the result."""
-        if self._is_finished:
+    def _verify(self) -> None:
+        """Take every bucket to where all is verified, once. What goes wrong is kept for those who ask."""
+        if self._is_verified:
             return
-        self._is_finished = True
+        self._is_verified = True
         try:
             if self._plan.in_background:
                 begin_s = time.perf_counter()
@@ -184,42 +236,24 @@ class SyncHandle(Generic[T]):
             if failures:
                 # Of several, that of a transport: all others follow from it.
                 raise next((one for one in failures if isinstance(one, TransportError)), failures[0])
-            self._write_outputs([sender for task in self._tasks for sender in task.ctx.nonfinite_senders])
+            senders = dict.fromkeys(sender for task in self._tasks for sender in task.ctx.nonfinite_senders)
+            if senders and self._plan.settings.nonfinite == "raise":
+                raise NonFiniteError(
+                    f"{', '.join(senders)} had NaN, infinity or a magnitude of 2**100 or more to send, or residuals "
+                    f"that do not fit (then its own error says so), and nothing was changed on any rank. Skip this "
+                    f"step; if that happens often, lower the learning rate or the loss scale, clip, or pass "
+                    f"nonfinite='skip'."
+                )
+            self.skipped = bool(senders)
         except BaseException as error:
             self._cancel(error)
             if not isinstance(error, Exception):
                 raise
 
-    def _write_outputs(self, nonfinite_senders: list[str]) -> None:
-        """Write all outputs or, if a rank had nonfinite values, do what the call asked for then."""
-        if nonfinite_senders and self._plan.settings.nonfinite == "raise":
-            raise NonFiniteError(
-                f"{', '.join(dict.fromkeys(nonfinite_senders))} had NaN, infinity or a magnitude of 2**100 or more to "
-                f"send, or residuals that do not fit (then its own error says so), and nothing was changed on any "
-                f"rank. Skip this step; if that happens often, lower the learning rate or the loss scale, clip, or "
-                f"pass nonfinite='skip'."
-            )
-        if nonfinite_senders:
-            for out in self._outputs:
-                out.zero_()
-            self._skipped = True
-        else:
-            for task in self._tasks:
-                task.write_outputs()
-        if self._residuals is not None:
-            (self._residuals.cancel if nonfinite_senders else self._residuals.commit)(self._lent)
-            self._committed = not nonfinite_senders
-            self._residuals.unclaim(self._plan.names)
-        for task, pool in zip(self._tasks, self._plan.pools, strict=True):
-            pool.give_back(task.ctx.buffers)
-        self._world.add_stats(self.record, sequence=self._engine.sequence, step=self._step)
-
     def _cancel(self, error: BaseException) -> BaseException:
-        """Leave everything as it was, and return the error, explained. Buffers are lost: transports may still write."""
+        """Leave everything as it was, and return the error, explained."""
         if isinstance(error, DeadlineExceededError):
             error = explain_timeout(self._world, error, self._engine.sequence)
         self._error = error
-        if self._residuals is not None:
-            self._residuals.cancel(self._lent)
-            self._residuals.unclaim(self._plan.names)
+        self.rollback()
         return error

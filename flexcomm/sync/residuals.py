@@ -13,22 +13,26 @@ from flexcomm.kernels import StateUpdate, TensorPlan
 
 
 class StateEntry(NamedTuple):
-    """A state, and the memory its successor is written to: until a sync has succeeded, nothing is lost."""
+    """A state, and the memory its successor is written to, if it is not updated in place."""
 
     state: Tensor
-    spare: Tensor
+    spare: Tensor | None = None
 
 
 class Residuals:
     """What a compressor did not send yet: ``decay * residual + gain * x`` is compressed, the rest is kept.
 
     States are float32, in the compressor's coordinates, and of this rank's shard of each tensor only. A sync that fails
-    leaves them as they were, so each takes its memory twice. All three arguments may change from call to call.
+    leaves them as they were. Where it can, it updates them in place, and restores them from what was sent and the
+    inputs, to rounding: at most ``2**-22 / decay`` of the largest term. A second copy, and bits, are kept with
+    ``exact_rollback``, with a decay of 0, where all is sent (``algorithm="dense"``), by codecs of one's own, and by
+    calls in the background, whose inputs may change before they end. All arguments may change from call to call.
 
     Args:
         decay: the share of the residual that is left when it is used; 1.0 is error feedback, less is a momentum.
         gain: what inputs are multiplied by.
         alpha: the share of what was sent that is taken out; less than 1 sends it again, fading.
+        exact_rollback: keep a second copy of every state, so that a sync that fails leaves them bit for bit.
 
     Example:
         >>> import torch, flexcomm
@@ -42,7 +46,10 @@ class Residuals:
 
     """
 
-    def __init__(self, decay: float = 1.0, gain: float = 1.0, alpha: float = 1.0) -> None:
+    def __init__(
+        self, decay: float = 1.0, gain: float = 1.0, alpha: float = 1.0, *, exact_rollback: bool = False
+    ) -> None:
+        self.exact_rollback = exact_rollback
         self.decay = decay
         self.gain = gain
         self.alpha = alpha
@@ -79,14 +86,11 @@ class Residuals:
         """Return how states are updated; ``share`` is one over the number of ranks whose sum is encoded."""
         return StateUpdate(self.decay, self.gain * share, self.alpha)
 
-    def lend(self, name: str, plan: TensorPlan, device: torch.device) -> StateEntry:
-        """Return what an encode reads and writes; the state itself changes when :meth:`commit` is called."""
+    def lend(self, name: str, plan: TensorPlan, device: torch.device, *, in_place: bool = False) -> StateEntry:
+        """Return what an encode reads and writes; a state with a spare changes when :meth:`commit` is called."""
         entry = self._states.get(name)
         if entry is None:
-            # Not as inference tensors, which no later call could write.
-            with torch.inference_mode(False):
-                entry = StateEntry(*torch.zeros(2, *plan.state_shape, dtype=torch.float32, device=device))
-            self._states[name] = entry
+            entry = StateEntry(_zeros(plan, device))
             self._new.add(name)
         elif entry.state.shape != plan.state_shape or entry.state.device != device:
             raise InvalidTensorError(
@@ -94,13 +98,15 @@ class Residuals:
                 f"needs {list(plan.state_shape)} on {device}: its tensor, compressor or place changed. Use new "
                 f"residuals, or reset these."
             )
-        return entry
+        spare = None if in_place else _zeros(plan, device) if entry.spare is None else entry.spare
+        self._states[name] = StateEntry(entry.state, spare)
+        return self._states[name]
 
     def commit(self, names: Iterable[str]) -> None:
         """Keep what the encodes of these names left."""
         for name in names:
             state, spare = self._states[name]
-            self._states[name] = StateEntry(spare, state)
+            self._states[name] = StateEntry(state if spare is None else spare, None if spare is None else state)
         self._new.difference_update(names)
 
     def cancel(self, names: Iterable[str]) -> None:
@@ -108,10 +114,6 @@ class Residuals:
         for name in self._new.intersection(names):
             del self._states[name]
         self._new.difference_update(names)
-
-    def rollback(self, names: Iterable[str]) -> None:
-        """Go back to what was before the last :meth:`commit` of these names. Not twice: that goes forward again."""
-        self.commit(names)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -134,7 +136,7 @@ class Residuals:
                 )
         contiguous = torch.contiguous_format
         copies = {name: state.detach().clone(memory_format=contiguous) for name, state in states.items()}
-        self._states = {name: StateEntry(copy, torch.empty_like(copy)) for name, copy in copies.items()}
+        self._states = {name: StateEntry(copy) for name, copy in copies.items()}
 
     def _require_rest(self, what: str) -> None:
         if self._claimed:
@@ -142,3 +144,9 @@ class Residuals:
             raise InvalidArgumentError(
                 f"residuals cannot be {what} while {busy} are being synchronised: wait for their handles first."
             )
+
+
+def _zeros(plan: TensorPlan, device: torch.device) -> Tensor:
+    # Not as inference tensors, which no later call could write.
+    with torch.inference_mode(False):
+        return torch.zeros(plan.state_shape, dtype=torch.float32, device=device)

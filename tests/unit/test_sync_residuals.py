@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -109,32 +110,30 @@ def test_states_come_back_from_a_state_dict_as_copies() -> None:
     assert bool((other["w"] == 9.0).all())
 
 
-def test_undo_goes_back_to_what_was_before_a_commit() -> None:
-    residuals = with_value(7.0)
-    lend(residuals, value=8.0)
-    residuals.commit(["w"])
-    residuals.rollback(["w"])
-    assert bool((residuals["w"] == 7.0).all())
-
-
-def test_a_call_is_not_rolled_back_while_a_later_one_uses_its_residuals() -> None:
-    residuals, x = Residuals(), torch.arange(100.0)
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_call_that_is_rolled_back_leaves_residuals_and_outputs_as_they_were(exact: bool) -> None:
+    residuals, x = Residuals(0.5, exact_rollback=exact), torch.randn(1000, generator=torch.Generator().manual_seed(1))
     with flexcomm.connect() as world:
-        first, second = (
-            flexcomm.start_sync(x, flexcomm.top_k(0.1), world=world, residuals=residuals, names=[name])
-            for name in ("w", "v")
-        )
-        first.wait()
-        second.wait()
-        after = residuals["w"].clone()
-        later = flexcomm.start_sync(x, flexcomm.top_k(0.1), world=world, residuals=residuals, names=["w"])
+        out = torch.full((1000,), 7.0)
+        start = partial(flexcomm.start_sync, x, flexcomm.top_k(0.1), world=world, residuals=residuals, names=["w"])
+        start().wait()
+        before = residuals["w"].clone()
+        handle = start(out=out)
+        handle.verify()
         with pytest.raises(InvalidArgumentError, match="w: being synchronised"):
-            first.rollback()
-        later.wait()
-        later.rollback()
-        assert torch.equal(residuals["w"], after)
-        second.rollback()
-    assert not residuals["v"].any()
+            start()
+        handle.rollback()
+    far = float((residuals["w"] - before).abs().max())
+    assert far == 0.0 if exact else far <= 2.0**-21 * float(x.abs().max() + before.abs().max())
+    assert torch.equal(out, torch.full((1000,), 7.0))
+
+
+def test_states_in_place_take_their_memory_once() -> None:
+    with flexcomm.connect() as world:
+        for exact, spares in ((False, 0), (True, 1)):
+            residuals = Residuals(exact_rollback=exact)
+            flexcomm.hierarchical_sync(torch.ones(100), flexcomm.top_k(0.1), world=world, residuals=residuals)
+            assert sum(entry.spare is not None for entry in residuals._states.values()) == spares
 
 
 def test_reset_forgets_everything() -> None:

@@ -279,10 +279,10 @@ def _idct_rows(emit: _Emitter, kind: EpilogueKind) -> None:
 
     def finish(row: int, output: Any) -> None:
         y, place = builder.fmul(output, factor), emit.at(emit.target, emit.target_pitch, row)
-        if kind is EpilogueKind.SIGN_STEP:
+        if kind == "sign_step":
             bits = builder.or_(builder.and_(builder.bitcast(y, _INTS), sign), builder.bitcast(lr, _INTS))
             y = builder.select(builder.fcmp_ordered("==", y, zero), zero, builder.bitcast(bits, _VECTOR))
-        if kind is not EpilogueKind.STORE:
+        if kind != "store":
             y = builder.fsub(builder.fmul(emit.load(place), keep), y)
         emit.store(y, place)
 
@@ -350,11 +350,11 @@ dct_rows_of_state = _codelet("dct_rows_of_state", partial(_dct_rows, of_state=Tr
 """The same, added to ``decay`` times the state."""
 idct_columns = _codelet("idct_columns", _idct_columns)
 """The inverse DCT down the 64 rows of a tile; the result is turned."""
-idct_rows = _codelet("idct_rows", partial(_idct_rows, kind=EpilogueKind.STORE))
+idct_rows = _codelet("idct_rows", partial(_idct_rows, kind="store"))
 """The inverse DCT down the 64 rows of a tile, times ``factor``, to rows of memory."""
-idct_rows_sign_step = _codelet("idct_rows_sign_step", partial(_idct_rows, kind=EpilogueKind.SIGN_STEP))
+idct_rows_sign_step = _codelet("idct_rows_sign_step", partial(_idct_rows, kind="sign_step"))
 """The same, but rows of memory, times ``decay``, take a step of ``lr`` against its sign."""
-idct_rows_plain_step = _codelet("idct_rows_plain_step", partial(_idct_rows, kind=EpilogueKind.PLAIN_STEP))
+idct_rows_plain_step = _codelet("idct_rows_plain_step", partial(_idct_rows, kind="plain_step"))
 """The same, but it is subtracted from rows of memory, times ``decay``."""
 dct_flat = _codelet("dct_flat", partial(_flat, program=_FORWARD))
 """The DCT along some rows of 64 elements, one behind the other, times ``factor``."""

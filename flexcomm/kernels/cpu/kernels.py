@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from flexcomm.kernels.base import (
     STORE,
     Average,
     Epilogue,
+    EpilogueKind,
     Problem,
     StateUpdate,
     Status,
@@ -49,6 +50,7 @@ from flexcomm.kernels.plan import SampleKey, entries_before, fill_up, raise_thre
 Numbers = NDArray[np.int64]
 T = TypeVar("T")
 
+_KINDS = get_args(EpilogueKind)
 _SMALLEST_SHARE = 1 << 16
 """Elements below which a second thread costs more than it saves."""
 _MAGNITUDE = 0x7FFFFFFF
@@ -451,7 +453,7 @@ class _Received:
         changing = [t.X, t.FACTOR, t.KEY, t.START]
         self._tables[0][:, changing] = self.group.table[:, changing]
         self._job[t.COUNTED] = average == "contributors" and not self._is_shared
-        self._job[[t.EPILOGUE, t.LR, t.KEEP]] = int(epilogue.kind), *_bits(epilogue.lr, epilogue.keep).tolist()
+        self._job[[t.EPILOGUE, t.LR, t.KEEP]] = _KINDS.index(epilogue.kind), *_bits(epilogue.lr, epilogue.keep).tolist()
 
     def decode_blocks_(self, begin: int, end: int) -> None:
         """Turn some blocks into averages, and use them."""

@@ -9,6 +9,8 @@ A chunk with a nonfinite element is found before its state is written.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 
 from flexcomm.kernels import butterflies
@@ -38,7 +40,7 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 LIMIT = (127 + 100) << 23
 """The bits of 2**100: elements stay below."""
 _NONFINITE = int(Problem.NONFINITE)
-_STORE, _SIGN_STEP, _PLAIN_STEP = (int(kind) for kind in EpilogueKind)
+_STORE, _SIGN_STEP, _PLAIN_STEP = range(len(get_args(EpilogueKind)))
 _BUTTERFLY, _MIX, _SCALE = butterflies.BUTTERFLY, butterflies.MIX, butterflies.SCALE
 
 
