@@ -129,7 +129,8 @@ class FlexDeMo(NodeOptimizer):
 
     def _apply(self, averages: Averages) -> None:
         for bucket, stepped in averages.items():
-            for param, out in zip(map(local, bucket.params), stepped, strict=True):
+            for param, out in zip(bucket.params, stepped, strict=True):
                 if not param.is_contiguous():
-                    param.copy_(out)
+                    local(param).copy_(out)
+            # Kernels know nothing of autograd, which looks whether what it saved is still what it was.
             increment_version(bucket.params)

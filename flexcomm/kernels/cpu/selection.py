@@ -62,7 +62,7 @@ def bound_of_largest(address: Int, windows: Int, k: Int, low: Int, top: Int) -> 
 def largest_of(numbers: Ints) -> Int:
     top = np.int32(0)
     for i in range(numbers.size):
-        top = max(top, numbers[i])
+        top = numbers[i] if numbers[i] > top else top
     return np.int64(top)
 
 
@@ -86,7 +86,7 @@ def fill_magnitudes(row: Ints, magnitudes: Ints) -> Int:
     windows = -(-row.size // WINDOW)
     magnitudes[row.size : windows * WINDOW] = 0
     for i in range(row.size):
-        magnitudes[i] = row[i] & _MAGNITUDE
+        magnitudes[i] = np.int32(row[i] & _MAGNITUDE)
     return windows
 
 
@@ -152,7 +152,9 @@ def fill_maxima(values: Ints, maxima: Ints) -> None:
     for begin in range(0, values.size - bins + 1, bins):
         row = values[begin : begin + bins]
         for i in range(bins):
-            maxima[i] = max(maxima[i], row[i] & _MAGNITUDE)
+            # numba makes int64 of two int32, and half as many fit a vector.
+            size = np.int32(row[i] & _MAGNITUDE)
+            maxima[i] = size if size > maxima[i] else maxima[i]
 
 
 @compiled
@@ -247,6 +249,15 @@ def mix32(value: Int) -> Int:
     return np.uint32(value ^ (value >> np.uint32(16)))
 
 
+@compiled
+def permute(place: Int, k0: Int, k1: Int, k2: Int, k3: Int, mask: Int, half: Int) -> Int:
+    for turn in (k0, k1, k2, k3):
+        place = np.uint32(np.uint32(place + turn) & mask)
+        place = np.uint32(np.uint32(place * np.uint32(0x2C9277B5)) & mask)
+        place = np.uint32(place ^ np.uint32(place >> half))
+    return place
+
+
 @kept
 def pick_random_k(row: Longs, job: Longs) -> Int:
     """Pick ``k`` of every chunk from an order of its places that the key determines, from START on.
@@ -257,21 +268,24 @@ def pick_random_k(row: Longs, job: Longs) -> Int:
     while (1 << width) < numel:
         width += 1
     mask, half = np.uint32((1 << width) - 1), np.uint32((width + 1) >> 1)
-    marks = longs_at(job[t.MEMORY], -(-numel // WINDOW))
+    marks, places = (
+        longs_at(job[t.MEMORY], -(-numel // WINDOW)),
+        ints_at(job[t.MEMORY] + 4 * (numel + WINDOW), row[t.K]),
+    )
     for at in range(job[t.FIRST], job[t.LAST]):
         key = mix32(np.uint32(row[t.KEY]) + np.uint32(at) * np.uint32(0x9E3779B9))
         k0, k1 = mix32(key), mix32(np.uint32(key + np.uint32(1)))
         k2, k3 = mix32(np.uint32(key + np.uint32(2))), mix32(np.uint32(key + np.uint32(3)))
         marks[:] = 0
-        for entry in range(row[t.K]):
-            place = np.uint32((row[t.START] + entry) % numel)
-            while True:
-                for turn in (k0, k1, k2, k3):
-                    place = np.uint32(np.uint32(place + turn) & mask)
-                    place = np.uint32(np.uint32(place * np.uint32(0x2C9277B5)) & mask)
-                    place ^= place >> half
-                if place < numel:
-                    break
+        # All once, in vectors; those that leave the chunk again, one by one.
+        for entry in range(places.size):
+            start = np.uint32(row[t.START] + entry)
+            start = np.uint32(start - np.uint32(numel)) if start >= np.uint32(numel) else start
+            places[entry] = np.int32(permute(start, k0, k1, k2, k3, mask, half))
+        for entry in range(places.size):
+            place = np.uint32(places[entry])
+            while place >= np.uint32(numel):
+                place = permute(place, k0, k1, k2, k3, mask, half)
             marks[place >> np.uint32(6)] |= np.int64(np.uint64(1) << np.uint64(place & np.uint32(63)))
         chosen, found = picks_of(row, job, 0, at), 0
         for word in range(marks.size):

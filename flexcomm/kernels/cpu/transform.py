@@ -30,6 +30,7 @@ from flexcomm.kernels.cpu.codelets import (
     idct_rows,
     idct_rows_plain_step,
     idct_rows_sign_step,
+    prefetch,
 )
 from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, compiled, kept
 from flexcomm.kernels.cpu.tables import coefs_at, float_of, floats_at, ints_at, picks_of, sent_of
@@ -458,17 +459,46 @@ def restore_flat(row: Longs, job: Longs) -> Int:
     return 0
 
 
+@compiled
+def step_shared(row: Longs, job: Longs, out: Floats) -> None:
+    """Step the elements that all senders sent of chunks; they sent the same ones."""
+    kind, lr, divisor, senders = job[t.EPILOGUE], float_of(job[t.LR]), np.float32(job[t.DIVISOR]), job[t.SENDERS]
+    for at in range(job[t.FIRST], job[t.LAST]):
+        picks, total = picks_of(row, job, 0, at), sent_of(row, job, 0, at)
+        if at + 1 < job[t.LAST]:
+            ahead = picks_of(row, job, 0, at + 1)
+            for entry in range(ahead.size):
+                prefetch(row[t.X] + 4 * ((at + 1) * row[t.NUMEL] + ahead[entry]))
+        for entry in range(total.size):
+            total[entry] = _ZERO + total[entry]
+        for sender in range(1, senders):
+            values = sent_of(row, job, sender, at)
+            for entry in range(total.size):
+                total[entry] += values[entry]
+        chunk = out[at * row[t.NUMEL] : min((at + 1) * row[t.NUMEL], row[t.COLS])]
+        for entry in range(total.size):
+            index = picks[entry]
+            # Zeros behind a tensor's end may be sent, too.
+            if index < chunk.size:
+                average = total[entry] / divisor if divisor != _ONE else total[entry]
+                chunk[index] = stepped(kind, chunk[index], average, lr, _ONE)
+
+
 @kept
 def restore_plain(row: Longs, job: Longs) -> Int:
     """Finish chunks that are not transformed: a step without weight decay touches only what was sent."""
     numel, kind, out = row[t.NUMEL], job[t.EPILOGUE], floats_at(row[t.X], row[t.COLS])
-    lr, keep, (given, touched) = float_of(job[t.LR]), float_of(job[t.KEEP]), marks_of(job, numel)
-    tile = floats_at(job[t.TILES], numel)
+    lr, keep = float_of(job[t.LR]), float_of(job[t.KEEP])
+    touches_few = kind != _STORE and keep == _ONE and not row[t.EVERYTHING]
+    if touches_few and (job[t.SENDERS] == 1 or job[t.PICK_PITCH] == 0):
+        step_shared(row, job, out)
+        return 0
+    tile, (given, touched) = floats_at(job[t.TILES], numel), marks_of(job, numel)
     tile[:] = _ZERO
     for at in range(job[t.FIRST], job[t.LAST]):
         chunk = out[at * numel : min((at + 1) * numel, row[t.COLS])]
         count = add_chunk(row, job, at, tile, given, touched)
-        if row[t.EVERYTHING] or kind == _STORE or keep != _ONE:
+        if not touches_few:
             finish(job, chunk, tile)
             tile[:] = _ZERO
             continue
