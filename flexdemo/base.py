@@ -184,7 +184,8 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
                     "GradScaler unscales gradients after the backward pass, but overlap=True sends them before: use "
                     "overlap=False, or bfloat16, which needs no scaler."
                 )
-            self._ready.launch_rest(scale, "skip" if skips else None)
+            for bucket in self._ready.take_rest():
+                self._start_bucket(bucket, scale, "skip" if skips else None)
         except BaseException:
             self._gradients.cancel()
             raise

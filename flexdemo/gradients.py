@@ -127,7 +127,7 @@ class ReadyBuckets:
     """Calls ``launch`` with every bucket, in their order, each as soon as its gradients are ready.
 
     All ranks must start collectives in one order, but gradients become ready in any order, and some never. So a bucket
-    waits for those before it, and :meth:`launch_rest` launches what backward did not.
+    waits for those before it, and :meth:`take_rest` returns what backward did not launch.
     """
 
     def __init__(self, launch: Callable[..., None]) -> None:
@@ -139,7 +139,7 @@ class ReadyBuckets:
         self.reset()
 
     def watch(self, buckets: list[Bucket], *, early: bool) -> None:
-        """Count these buckets' gradients from now on; without ``early``, only :meth:`launch_rest` launches."""
+        """Count these buckets' gradients from now on; without ``early``, nothing is launched early."""
         for hook in self._hooks:
             hook.remove()
         known, self._buckets = self._buckets, list(buckets)
@@ -181,11 +181,10 @@ class ReadyBuckets:
         """Whether some buckets of this step are launched, and others may not be."""
         return self._launched > 0
 
-    def launch_rest(self, *arguments: object) -> None:
-        """Launch the buckets that are left, whether or not their gradients are there, with further arguments."""
+    def take_rest(self) -> list[Bucket]:
+        """Return the buckets that are left to launch, in order, whether or not their gradients are there."""
         rest, self._launched = self._buckets[self._launched :], len(self._buckets)
-        for bucket in rest:
-            self._launch(bucket, *arguments)
+        return rest
 
     def check_unchanged(self) -> None:
         """Raise if a gradient was changed after its bucket was launched."""

@@ -58,7 +58,7 @@ def is_sharded(param: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: the same memory, outside of autograd."""
-    return (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def gradient_of(param: Tensor) -> Tensor:

@@ -137,7 +137,8 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._prepare_gradients()
         try:
             self._ready.check_unchanged()
-            self._ready.launch_rest()
+            for bucket in self._ready.take_rest():
+                self._advance(bucket)
         finally:
             self._ready.reset()
             self._skips = False

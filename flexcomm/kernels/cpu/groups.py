@@ -61,13 +61,9 @@ class Group:
     """The lists whose addresses are in the table."""
     gain: float = float("nan")
 
-    @property
-    def is_variable(self) -> bool:
-        return self.plans[0].is_variable
-
-    @property
-    def numel(self) -> int:
-        return sum(plan.chunks * plan.chunk_numel for plan in self.plans)
+    def __post_init__(self) -> None:
+        self.is_variable = self.plans[0].is_variable
+        self.numel = sum(plan.chunks * plan.chunk_numel for plan in self.plans)
 
     def tensor_blocks(self) -> NDArray[np.int64]:
         """Return blocks that are whole tensors."""
@@ -76,15 +72,15 @@ class Group:
     def set_inputs(self, tensors: Sequence[Tensor], gain: float, keys: Sequence[SampleKey]) -> None:
         """Fill in where tensors are, what their coefficients are multiplied by, and the keys of a step."""
         self.set_addresses(t.X, tensors)
-        self.set_gain(gain)
+        if gain != self.gain:
+            self.set_gain(gain)
         if keys:
             self.table[:, t.KEY] = [keys[number].key for number in self.numbers]
             self.table[:, t.START] = [keys[number].start for number in self.numbers]
 
     def set_gain(self, gain: float) -> None:
-        if gain != self.gain:
-            factors = np.array([plan.scale(gain) for plan in self.plans], np.float32)
-            self.table[:, t.FACTOR], self.gain = factors.view(np.uint32), gain
+        factors = np.array([plan.scale(gain) for plan in self.plans], np.float32)
+        self.table[:, t.FACTOR], self.gain = factors.view(np.uint32), gain
 
     def set_addresses(self, column: int, tensors: Sequence[Tensor]) -> None:
         """Fill in where tensors are."""

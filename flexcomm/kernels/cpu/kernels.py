@@ -125,7 +125,7 @@ class CpuEncoder:
         in_place = bool(states and states_out) and states[0].data_ptr() == states_out[0].data_ptr()  # type: ignore[index]
         # Before anything is written: what was forgotten cannot be restored. And what is finite as a float64 may not be
         # so as a float32.
-        is_checked = (in_place and update.decay == 0.0) or any(x.dtype is torch.float64 for x in tensors)
+        is_checked = (in_place and update.decay == 0.0) or torch.float64 in [x.dtype for x in tensors]
         if is_checked and (problem := _first_nonfinite(tensors)).word:
             self.mark_nonfinite_(step=step, sequence=sequence)
             return problem.word
@@ -186,7 +186,8 @@ class CpuEncoder:
         """Run loops on some blocks of a group; return what is wrong with them, and what was done to their states."""
         scratch = _scratch.get(group.sizes)
         job, blocks = scratch.start(self._job), group.blocks[begin:end]
-        self._use_counts(group, job)
+        if group.is_variable:
+            self._use_counts(group, job)
         status = int(t.run_loops(group.table, blocks, job, loops))
         if status == 0:
             return [], [Encoded(group, blocks, is_sent=len(loops) > 1)]
@@ -358,7 +359,7 @@ class CpuDecoder:
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         keys = self._decoded_as.sample_keys(step) if self._decoded_as.has_keys else []
         # Elements of other dtypes, and such with gaps, are filled elsewhere first.
-        is_direct = all(out.dtype is torch.float32 and out.is_contiguous() for out in outputs)
+        is_direct = False not in [out.dtype is torch.float32 and out.is_contiguous() for out in outputs]
         filled = (
             outputs if is_direct else [torch.empty(out.shape, dtype=torch.float32, device="cpu") for out in outputs]
         )
@@ -419,6 +420,11 @@ class _Received:
             job[[t.BEFORE, t.BEFORE_PITCH]] = self.before.ctypes.data, self.before.shape[1]
         job[t.ROW_PITCH] = group.table.size if places_vary else 0
         self._is_drawn = self._is_shared and group.selection in selection.PICKERS
+        # A check is about one sender alone.
+        self._check_jobs = np.repeat(job[None], senders, axis=0)
+        for sender, own in enumerate(self._check_jobs):
+            own[[t.STARTS, t.PICKS]] += 8 * sender, self._picks.strides[0] * sender
+            own[t.BEFORE] += 8 * sender * job[t.BEFORE_PITCH]
 
     @cached_property
     def _check_loops(self) -> Numbers:
@@ -437,12 +443,8 @@ class _Received:
 
     def check(self, sender: int) -> Problems:
         """Return the first tensor of a sender with a wrong payload, and what is wrong; unpack its indices."""
-        job, pitch = self._job.copy(), self._picks.strides[0]
-        job[[t.STARTS, t.PICKS]] = self._starts.ctypes.data + 8 * sender, self._picks.ctypes.data + sender * pitch
-        if self.group.is_variable:
-            job[t.BEFORE] += 8 * sender * job[t.BEFORE_PITCH]
         table = self._tables[sender if self._places_vary else 0]
-        found = int(t.run_loops(table, self._tensor_blocks, job, self._check_loops))
+        found = int(t.run_loops(table, self._tensor_blocks, self._check_jobs[sender], self._check_loops))
         return [(Problem(found & 0xFF), self.group.numbers[found >> 8])] if found else []
 
     def set_inputs(
@@ -534,6 +536,8 @@ def share(count: int, work: int, threads: int | None, multiple: int = 1) -> list
 
 def run(group: Group, threads: int | None, work: Callable[[int, int], T]) -> list[T]:
     """Work on the blocks of a group, by several threads if it is worth it; the answers in order."""
+    if group.numel < 2 * _SMALLEST_SHARE:
+        return [work(0, len(group.blocks))]
     shares = share(len(group.cuts), group.numel, threads)
     ends = [*group.cuts.tolist(), len(group.blocks)]
     return run_shares([(ends[first], ends[last]) for first, last in shares], work)
