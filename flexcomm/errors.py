@@ -4,16 +4,16 @@
 
     FlexcommError
     ├── InvalidArgumentError          an argument that can mean nothing here (also a ValueError)
+    ├── InvalidTensorError            a tensor that cannot be used: shape, dtype, device, size (also a ValueError)
     ├── TopologyError                 who is where cannot be told, or contradicts itself
     ├── CompressorError               settings no compressor can have (also a ValueError)
     ├── NonFiniteError                a tensor to be sent holds NaN, infinity or too large a number
-    ├── SyncError                     a synchronisation failed because it failed on another rank; nothing was changed
+    ├── SyncError                     this rank did its part, but another rank of its node failed; nothing was changed
     ├── WireError                     a received payload is damaged, or not the one expected; nothing was written
-    ├── ConfigMismatchError           ranks disagree on what must be equal; raised on all of them, before data moves
+    ├── ConfigMismatchError           ranks disagree on what must be equal, or a received header shows that they do
     ├── TorchVersionError             this torch lacks a private name that the library needs
     └── TransportError                a transport, or what was asked of it
         ├── TransportUnavailableError     not installed, no such device, no way to meet the other ranks
-        ├── InvalidTensorError            a tensor the verb cannot carry: shape, dtype, size (also a ValueError)
         ├── DeadlineExceededError         a collective did not finish in time (also a TimeoutError)
         └── PeerLostError                 another rank is gone (also a ConnectionError)
 
@@ -29,6 +29,10 @@ class FlexcommError(Exception):
 
 class InvalidArgumentError(FlexcommError, ValueError):
     """An argument that can mean nothing here: a name nobody has, a number out of range."""
+
+
+class InvalidTensorError(FlexcommError, ValueError):
+    """A tensor does not fit the call: its shape, dtype, device or size."""
 
 
 class CompressorError(FlexcommError, ValueError):
@@ -52,7 +56,7 @@ class WireError(FlexcommError):
 
 
 class SyncError(FlexcommError):
-    """A synchronisation failed here because another rank of this node could not do its part; nothing was changed."""
+    """Another rank of this node failed while this one did its part; nothing was changed, and its own error says why."""
 
 
 class TopologyError(FlexcommError):
@@ -60,7 +64,10 @@ class TopologyError(FlexcommError):
 
 
 class ConfigMismatchError(FlexcommError):
-    """Ranks disagree on something that must be equal; every rank raises it, before any data moved."""
+    """Ranks disagree on something that must be equal: found on all ranks before data moves, or in a received header.
+
+    Nothing was written.
+    """
 
 
 class TorchVersionError(FlexcommError):
@@ -73,10 +80,6 @@ class TransportError(FlexcommError):
 
 class TransportUnavailableError(TransportError):
     """The transport cannot be had here: not installed, no device, or no way to meet the other ranks."""
-
-
-class InvalidTensorError(TransportError, ValueError):
-    """The tensor does not fit the verb: its shape, dtype, device or size."""
 
 
 class DeadlineExceededError(TransportError, TimeoutError):

@@ -136,7 +136,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
 
     @abstractmethod
     def _apply(self, averages: Averages) -> None:
-        """Change the parameters by averages that are equal on all nodes."""
+        """Change the parameters by outputs that are equal on all nodes: averages, or what stepped by them."""
 
     def _outputs(self, bucket: Bucket) -> list[Tensor] | None:
         """Return where averages go, or what steps by them; None: into memory of the exchange."""
@@ -150,9 +150,10 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Exchange all gradients and change all parameters; if this raises, neither they nor momenta have changed.
+        """Exchange all gradients and change all parameters; if this raises, this node's parameters and momenta stay.
 
-        With local steps, a step that a node took alone stays.
+        With local steps, a step that a node took alone stays, too. If only this node received damaged data, others may
+        have taken the step; the next one then raises on all of them.
         """
         loss = None
         if closure is not None:

@@ -128,6 +128,7 @@ class FlexDeMo(NodeOptimizer):
         return Epilogue("sign_step" if group["update"] == "sign" else "plain_step", lr, keep)
 
     def _apply(self, averages: Averages) -> None:
+        """Finish a step that kernels took while decoding: copy back parameters with gaps, and tell autograd."""
         for bucket, stepped in averages.items():
             for param, out in zip(bucket.params, stepped, strict=True):
                 if not param.is_contiguous():

@@ -275,6 +275,8 @@ def _send_recv(sends: Messages, receives: Messages) -> Collective:
 class MixResiduals:
     """The state of compressed mixing for one set of tensors: the values that peers know, and their weighted sum.
 
+    Unlike :class:`Residuals`, not what is still to be sent.
+
     It starts at zero. If all nodes hold the same values at first, :meth:`begin` saves sending them. A round that fails
     leaves the state unchanged.
 

@@ -145,8 +145,8 @@ class BucketEncoder(Protocol):
         """Restore the states from before the last :meth:`encode_`, which updated them in place.
 
         ``m = (m' + alpha * sent - gain * coefficients) / decay``, from the buffer as it was filled and tensors as they
-        were: equal in all kernel sets, and off by at most ``4 * 2**-24 / decay`` times the largest of
-        ``|m'|``, ``|alpha * sent|`` and ``|gain * coefficients|``. The decay must not be 0.
+        were: equal in all kernel sets, and off by at most ``2**-21 / decay * (|m| + |m'| + |gain * coefficients|)``.
+        The decay must not be 0.
         """
         ...
 

@@ -12,7 +12,7 @@ from flexcomm.errors import InvalidArgumentError, InvalidTensorError
 from flexcomm.kernels import StateUpdate, TensorPlan
 
 
-class StateEntry(NamedTuple):
+class LentState(NamedTuple):
     """A state, and the memory its successor is written to, if it is not updated in place."""
 
     state: Tensor
@@ -24,8 +24,8 @@ class Residuals:
 
     States are float32, in the compressor's coordinates, and of this rank's shard of each tensor only. A sync that fails
     leaves them as they were. Where it can, it updates them in place, and restores them from what was sent and the
-    inputs, to rounding: at most ``2**-22 / decay`` of the largest term. A second copy, and bits, are kept with
-    ``exact_rollback``, with a decay of 0, where all is sent (``algorithm="dense"``), by codecs of one's own, and by
+    inputs, to rounding: at most ``2**-21 / decay`` of what it was, what it became and what was added, together. A
+    second copy, and bits, are kept with ``exact_rollback``, with a decay of 0, where all is sent (``algorithm="dense"``), by codecs of one's own, and by
     calls in the background, whose inputs may change before they end. All arguments may change from call to call.
 
     Args:
@@ -53,7 +53,7 @@ class Residuals:
         self.decay = decay
         self.gain = gain
         self.alpha = alpha
-        self._states: dict[str, StateEntry] = {}
+        self._states: dict[str, LentState] = {}
         self._new: set[str] = set()
         self._claimed: set[str] = set()
 
@@ -86,11 +86,11 @@ class Residuals:
         """Return how states are updated; ``share`` is one over the number of ranks whose sum is encoded."""
         return StateUpdate(self.decay, self.gain * share, self.alpha)
 
-    def lend(self, name: str, plan: TensorPlan, device: torch.device, *, in_place: bool = False) -> StateEntry:
+    def lend(self, name: str, plan: TensorPlan, device: torch.device, *, in_place: bool = False) -> LentState:
         """Return what an encode reads and writes; a state with a spare changes when :meth:`commit` is called."""
         entry = self._states.get(name)
         if entry is None:
-            entry = StateEntry(_zeros(plan, device))
+            entry = LentState(_zeros(plan, device))
             self._new.add(name)
         elif entry.state.shape != plan.state_shape or entry.state.device != device:
             raise InvalidTensorError(
@@ -99,14 +99,14 @@ class Residuals:
                 f"residuals, or reset these."
             )
         spare = None if in_place else _zeros(plan, device) if entry.spare is None else entry.spare
-        self._states[name] = StateEntry(entry.state, spare)
+        self._states[name] = LentState(entry.state, spare)
         return self._states[name]
 
     def commit(self, names: Iterable[str]) -> None:
         """Keep what the encodes of these names left."""
         for name in names:
             state, spare = self._states[name]
-            self._states[name] = StateEntry(state if spare is None else spare, None if spare is None else state)
+            self._states[name] = LentState(state if spare is None else spare, None if spare is None else state)
         self._new.difference_update(names)
 
     def cancel(self, names: Iterable[str]) -> None:
@@ -136,7 +136,7 @@ class Residuals:
                 )
         contiguous = torch.contiguous_format
         copies = {name: state.detach().clone(memory_format=contiguous) for name, state in states.items()}
-        self._states = {name: StateEntry(copy) for name, copy in copies.items()}
+        self._states = {name: LentState(copy) for name, copy in copies.items()}
 
     def _require_rest(self, what: str) -> None:
         if self._claimed:

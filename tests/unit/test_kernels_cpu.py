@@ -26,7 +26,7 @@ from flexcomm.kernels import (
 from flexcomm.kernels.__main__ import CALLS, compile_ahead
 from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection, tables, transform, values
 from flexcomm.kernels.cpu.compiler import kernel_folders
-from flexcomm.kernels.cpu.kernels import share
+from flexcomm.kernels.cpu.kernels import split_work
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.cases import SEQUENCE, decode, encode, encode_bucket, plan_single, sent_coefficients
 from tests.slow import slow_but
@@ -44,7 +44,7 @@ KEPT = {
     *("accumulate_any", "accumulate_flat", "accumulate_plain", "accumulate_square", "check_headers", "check_values"),
     *("count_reaching", "fill_histogram", "get_values", "mix_halves", "mix_many", "mix_two", "pick_threshold"),
     *("pick_top_k", "pick_random_k", "pick_striding", "put_floats", "put_indices", "put_scaled", "read_counts"),
-    *("read_indices", "restore_any", "restore_flat", "restore_plain", "restore_square", "put_counts", "write_header"),
+    *("read_indices", "decode_any", "decode_flat", "decode_plain", "decode_square", "put_counts", "write_header"),
     *("add_sent", "run_loops"),
 }
 COMPILED = ("flexcomm.kernels.cpu.selection", "pick_top_k")
@@ -66,6 +66,7 @@ def compiled_ahead() -> dict[str, list[str]]:
     return signatures()
 
 
+@pytest.mark.timeout(600)  # The first one compiles everything.
 @pytest.mark.parametrize("threads", slow_but([3], [1, 3]))
 @pytest.mark.parametrize("law", KERNEL_LAWS, ids=lambda law: law.__name__)
 def test_cpu_kernels_keep_the_law_and_compile_nothing_but_what_is_compiled_ahead(
@@ -83,11 +84,11 @@ def test_cpu_kernels_keep_the_law_and_compile_nothing_but_what_is_compiled_ahead
 
 def test_work_is_shared_by_as_many_threads_as_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SMALLEST_SHARE, 1)
-    assert [len(share(70, 70 * 5, threads)) for threads in (1, 2, 3)] == [1, 2, 3]
+    assert [len(split_work(70, 70 * 5, threads)) for threads in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_a_small_tensor_is_not_worth_a_second_thread() -> None:
-    assert len(share(70, 70 * 5, 3)) == 1
+    assert len(split_work(70, 70 * 5, 3)) == 1
 
 
 @pytest.mark.parametrize("wrong", ["words", "state"])

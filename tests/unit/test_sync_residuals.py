@@ -13,13 +13,13 @@ from flexcomm import InvalidArgumentError, InvalidTensorError, Residuals, Tensor
 from flexcomm.codec import plan_tensor
 
 if TYPE_CHECKING:
-    from flexcomm.sync.residuals import StateEntry
+    from flexcomm.sync.residuals import LentState
 
 CPU = torch.device("cpu")
 PLAN = plan_tensor(TensorSpec("w", (100,), torch.float32), flexcomm.top_k(0.1))
 
 
-def lend(residuals: Residuals, name: str = "w", value: float | None = None) -> StateEntry:
+def lend(residuals: Residuals, name: str = "w", value: float | None = None) -> LentState:
     """Lend a state and leave ``value`` as what an encode would leave."""
     entry = residuals.lend(name, PLAN, CPU)
     if value is not None:

@@ -52,7 +52,7 @@ class Group:
     blocks: NDArray[np.int64]
     cuts: NDArray[np.int64]
     accumulate: Loop
-    restore: Loop
+    decode: Loop
     selection: Selection
     sends_indices: bool
     has_scales: bool
@@ -107,7 +107,7 @@ def place(row: NDArray[np.int64], layout: Layout, position: int) -> None:
 def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_inverse: bool) -> Group:
     plans = [shown_as.plans[number] for number in numbers]
     table, entries, blocks, sizes, holds = np.zeros((len(numbers), len(t.TENSOR)), np.int64), 0, [], [], []
-    accumulate, restore = _find_loops(plans[0])
+    accumulate, decode = _find_loops(plans[0])
     for number, (row, one) in enumerate(zip(table, plans, strict=True)):
         # The transform of squares fills the maxima itself, as many as it has.
         is_filled = accumulate is transform.accumulate_square and 2 * one.k <= SQUARE_BINS
@@ -136,7 +136,7 @@ def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_i
         all_blocks,
         np.flatnonzero(all_blocks[:, 1] % _CHUNKS_PER_WORD == 0),
         accumulate,
-        restore,
+        decode,
         Selection.EVERYTHING if plans[0].sends_everything else plans[0].selection,
         plan.layouts[numbers[0]].code is not IndexCode.NONE,
         plans[0].values.format.scales > 0,
@@ -147,12 +147,12 @@ def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_i
 
 def _find_loops(plan: TensorPlan) -> tuple[Loop, Loop]:
     if not plan.transformed:
-        return transform.accumulate_plain, transform.restore_plain
+        return transform.accumulate_plain, transform.decode_plain
     if (plan.chunk_rows, plan.chunk_cols) == (LENGTH, LENGTH):
-        return transform.accumulate_square, transform.restore_square
+        return transform.accumulate_square, transform.decode_square
     if (plan.chunk_rows, plan.chunk_cols) == (1, LENGTH):
-        return transform.accumulate_flat, transform.restore_flat
-    return transform.accumulate_any, transform.restore_any
+        return transform.accumulate_flat, transform.decode_flat
+    return transform.accumulate_any, transform.decode_any
 
 
 @lru_cache(maxsize=64)

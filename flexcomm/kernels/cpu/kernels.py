@@ -83,7 +83,7 @@ class CpuKernels:
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
     ) -> Tensor:
         terms = [term for term in zip((x, *others), (self_weight, *weights), strict=True) if term[1] != 0.0]
-        shares = share(x.numel(), x.numel(), self._threads, multiple=_LINE)
+        shares = split_work(x.numel(), x.numel(), self._threads, multiple=_LINE)
         return torch.tensor(sum(run_shares(shares, mixer_of(x, terms, out))), dtype=torch.float64)
 
 
@@ -435,7 +435,7 @@ class _Received:
     @cached_property
     def _decode_loops(self) -> Numbers:
         drawn = (selection.PICKERS[self.group.selection],) if self._is_drawn else ()
-        return _addresses((values.get_values, *drawn, self.group.restore))
+        return _addresses((values.get_values, *drawn, self.group.decode))
 
     def place(self, sender: int, number: int, layout: Layout, position: int) -> None:
         """Fill in where a sender's payload of a tensor is."""
@@ -522,7 +522,7 @@ _MOST_SCRATCH = 4
 _scratch = _ScratchOfThread()
 
 
-def share(count: int, work: int, threads: int | None, multiple: int = 1) -> list[tuple[int, int]]:
+def split_work(count: int, work: int, threads: int | None, multiple: int = 1) -> list[tuple[int, int]]:
     """Cut ``range(count)`` into one part per thread, each a multiple long and worth a thread's while.
 
     ``work`` is the number of elements behind it; ``threads`` is torch's number unless given.
@@ -538,7 +538,7 @@ def run(group: Group, threads: int | None, work: Callable[[int, int], T]) -> lis
     """Work on the blocks of a group, by several threads if it is worth it; the answers in order."""
     if group.numel < 2 * _SMALLEST_SHARE:
         return [work(0, len(group.blocks))]
-    shares = share(len(group.cuts), group.numel, threads)
+    shares = split_work(len(group.cuts), group.numel, threads)
     ends = [*group.cuts.tolist(), len(group.blocks)]
     return run_shares([(ends[first], ends[last]) for first, last in shares], work)
 

@@ -1,8 +1,8 @@
 """From tensors to coefficients and back, chunk by chunk, in cache.
 
-``accumulate_*`` fill the coefficients of chunks, ``decay * state + factor * coefficient``; ``restore_*`` turn averaged
-coefficients into elements, which the epilogue stores or steps by. There is one of each for squares of 64 by 64, for
-rows of 64, for chunks that are not transformed, and for all others.
+``accumulate_*`` fill the coefficients of chunks, ``decay * state + factor * coefficient``; ``decode_*`` average what
+all senders sent of chunks and transform it back, and the epilogue stores it or steps by it. There is one of each for
+squares of 64 by 64, for rows of 64, for chunks that are not transformed, and for all others.
 
 A chunk with a nonfinite element is found before its state is written.
 """
@@ -404,7 +404,7 @@ def finish_rows(
 
 
 @kept
-def restore_square(row: Longs, job: Longs) -> Int:
+def decode_square(row: Longs, job: Longs) -> Int:
     """Finish squares of 64 by 64.
 
     Columns of a chunk without a coefficient are zero: those with one are transformed side by side, then the rows.
@@ -445,7 +445,7 @@ def restore_square(row: Longs, job: Longs) -> Int:
 
 
 @kept
-def restore_flat(row: Longs, job: Longs) -> Int:
+def decode_flat(row: Longs, job: Longs) -> Int:
     """Finish rows of 64."""
     tile, (given, touched) = floats_at(job[t.TILES], LANES * LENGTH), marks_of(job, LENGTH)
     out = floats_at(row[t.X], row[t.COLS])
@@ -485,7 +485,7 @@ def step_shared(row: Longs, job: Longs, out: Floats) -> None:
 
 
 @kept
-def restore_plain(row: Longs, job: Longs) -> Int:
+def decode_plain(row: Longs, job: Longs) -> Int:
     """Finish chunks that are not transformed: a step without weight decay touches only what was sent."""
     numel, kind, out = row[t.NUMEL], job[t.EPILOGUE], floats_at(row[t.X], row[t.COLS])
     lr, keep = float_of(job[t.LR]), float_of(job[t.KEEP])
@@ -511,7 +511,7 @@ def restore_plain(row: Longs, job: Longs) -> Int:
 
 
 @kept
-def restore_any(row: Longs, job: Longs) -> Int:
+def decode_any(row: Longs, job: Longs) -> Int:
     """Finish chunks of any size, by lists; they are those that lead back."""
     numel, out, factor = row[t.NUMEL], floats_at(row[t.X], row[t.ROWS] * row[t.COLS]), float_of(row[t.FACTOR])
     height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], side_by_side(row)

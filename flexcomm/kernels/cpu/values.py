@@ -34,7 +34,10 @@ from flexcomm.kernels.plan import ValueCode
 _FP32, _BF16, _FP16 = int(ValueCode.FP32), int(ValueCode.BF16), int(ValueCode.FP16)
 _INT8, _SIGN, _SIGN2 = int(ValueCode.INT8), int(ValueCode.SIGN), int(ValueCode.SIGN2)
 CODES = (ValueCode.FP32, ValueCode.BF16, ValueCode.FP16, ValueCode.INT8, ValueCode.SIGN, ValueCode.SIGN2)
-"""Those that the functions below have a branch for; plans with others are refused before."""
+"""Those that the functions below have a branch for, in the order of their numbers, which index the lists below.
+
+Codes above FP16 have scales: ``put_scaled`` and ``get_scaled`` know them. Plans with others are refused before.
+"""
 _SCALES = tuple(code.format.scales for code in CODES)
 _MASKS = tuple(code.format.nonfinite_mask for code in CODES)
 _SIGN2_BITS = 3
