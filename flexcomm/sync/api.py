@@ -41,7 +41,7 @@ def hierarchical_sync(
     """Return the average of every rank's tensor, or tensors, as far as ``compressor`` sends it between nodes.
 
     All ranks call it with equal shapes, dtypes and arguments, and hold the same bits afterwards. The inputs are not
-    changed; a call that raises changes nothing at all.
+    changed; a call that raises changes no output, and residuals not at all, or to rounding (see :class:`Residuals`).
 
     Args:
         tensors: a tensor, or a list of them on one device.
