@@ -36,7 +36,7 @@ from flexcomm.errors import (
 )
 from flexcomm.gossip.api import MixHandle, MixResult, mix, start_mix
 from flexcomm.gossip.mix import MixResiduals, PushSum
-from flexcomm.kernels import Average, Epilogue, TensorPlan
+from flexcomm.kernels import Average, Epilogue, TensorPlan, apply_epilogue_
 from flexcomm.sync.api import (
     BUCKET_BYTES,
     hierarchical_sync,
@@ -94,6 +94,7 @@ __all__ = [
     "WireError",
     "World",
     "__version__",
+    "apply_epilogue_",
     "choose_algorithms",
     "connect",
     "connect_mesh",

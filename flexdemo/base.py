@@ -122,7 +122,9 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             in_background=overlap,
             exact_rollback=exact_rollback,
         )
-        self._local_steps = LocalSteps(self._world, outer, nonfinite) if is_local else None
+        self._local_steps = (
+            LocalSteps(self._world, outer, nonfinite, exact_rollback=exact_rollback) if is_local else None
+        )
         self._ready = ReadyBuckets(self._start_bucket)
         self._axis = NodeAxis(self._world)
         self._entries: dict[Parameter, dict[str, StateEntry]] = {}
@@ -138,9 +140,9 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
     def _apply(self, averages: Averages) -> None:
         """Change the parameters by outputs that are equal on all nodes: averages, or what stepped by them."""
 
-    def _outputs(self, bucket: Bucket) -> list[Tensor] | None:
-        """Return where averages go, or what steps by them; None: into memory of the exchange."""
-        del bucket
+    def _outputs(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor] | None:
+        """Return where the averages of gradients go, or what steps by them; None: into memory of the exchange."""
+        del bucket, gradients
         return None
 
     def _epilogue(self, bucket: Bucket) -> Epilogue:
@@ -203,7 +205,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         gradients = [gradient_of(param) for param in bucket.params]
         if scale is not None:
             gradients = list(torch._foreach_div(gradients, scale))
-        out = self._outputs(bucket)
+        out = self._outputs(bucket, gradients)
         self._gradients.start(bucket, gradients, settings, group["step"], nonfinite=nonfinite, out=out)
 
     def _finish_step(self) -> None:

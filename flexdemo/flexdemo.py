@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
-from flexcomm import BUCKET_BYTES, Average, Compressor, Epilogue, NonFinitePolicy, World, demo
+from flexcomm import BUCKET_BYTES, Average, Compressor, Epilogue, NonFinitePolicy, World, apply_epilogue_, demo
 from flexdemo.base import NodeOptimizer
 from flexdemo.gradients import Averages, Bucket, CompressionSettings
 from flexdemo.local_steps import OuterOptimizer
@@ -92,6 +93,8 @@ class FlexDeMo(NodeOptimizer):
         node_averaged: bool | None = None,
         exact_rollback: bool = False,
     ) -> None:
+        self._stepped: set[Bucket] = set()
+        """The buckets whose parameters kernels step."""
         defaults = {
             "lr": lr,
             "decay": decay,
@@ -117,21 +120,35 @@ class FlexDeMo(NodeOptimizer):
     def _sync_settings(self, group: Group) -> CompressionSettings:
         return CompressionSettings(group["compressor"], group["decay"], float(group["lr"]), group["alpha"])
 
-    def _outputs(self, bucket: Bucket) -> list[Tensor]:
-        # Kernels step the parameters themselves; of those with gaps, copies.
-        return [local(param).contiguous() for param in bucket.params]
+    def _outputs(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor] | None:
+        """Return the parameters, for kernels to step; None where they cannot: then :meth:`_apply` does."""
+        params = [local(param) for param in bucket.params]
+        self._stepped.discard(bucket)
+        fits = [x.is_contiguous() and x.dtype == g.dtype for x, g in zip(params, gradients, strict=True)]
+        # Overlapped, parameters may change until they step.
+        if self._overlap or False in fits:
+            return None
+        spans = sorted((x.data_ptr(), x.nbytes) for x in params if x.numel())
+        if any(begin + nbytes > after for (begin, nbytes), (after, _) in pairwise(spans)):
+            return None  # parameters that share memory
+        self._stepped.add(bucket)
+        return params
 
     def _epilogue(self, bucket: Bucket) -> Epilogue:
+        return self._step_of(bucket) if bucket in self._stepped else Epilogue()
+
+    def _step_of(self, bucket: Bucket) -> Epilogue:
         group = self.param_groups[bucket.group]
         lr, keep = float(group["lr"]), 1.0 - float(group["lr"]) * group["weight_decay"]
         # The learning rate is in the momentum: in a plain step, once is enough.
         return Epilogue("sign_step" if group["update"] == "sign" else "plain_step", lr, keep)
 
     def _apply(self, averages: Averages) -> None:
-        """Finish a step that kernels took while decoding: copy back parameters with gaps, and tell autograd."""
-        for bucket, stepped in averages.items():
-            for param, out in zip(bucket.params, stepped, strict=True):
-                if not param.is_contiguous():
-                    local(param).copy_(out)
-            # Kernels know nothing of autograd, which looks whether what it saved is still what it was.
-            increment_version(bucket.params)
+        """Step the parameters that kernels did not step while decoding."""
+        for bucket, outputs in averages.items():
+            if bucket in self._stepped:
+                # Kernels know nothing of autograd, which looks whether what it saved is still what it was.
+                increment_version(bucket.params)
+                continue
+            for param, average in zip(bucket.params, outputs, strict=True):
+                apply_epilogue_(local(param), average, self._step_of(bucket))

@@ -318,7 +318,7 @@ class BucketExchange:
                     failures.append(failure)
             skipped = any(handle.skipped for _, handle in started)
             failed_ranks, skipped = self._share_outcome(failed=bool(failures), skipped=skipped)
-        except TransportError:
+        except BaseException:
             _roll_back(started)
             raise
         if failed_ranks or skipped:
@@ -332,8 +332,12 @@ class BucketExchange:
             )
         if skipped:
             return None
-        for bucket, handle in started:
-            handle.write(epilogue_of(bucket))
+        try:
+            for bucket, handle in started:
+                handle.write(epilogue_of(bucket))
+        finally:
+            # Does nothing where all is written, and after an interrupt to what is not.
+            _roll_back(started)
         return {bucket: handle.result for bucket, handle in started}
 
     def cancel(self) -> None:

@@ -45,9 +45,16 @@ class LocalSteps:
     average, to the same bits. What was not sent is added to the next difference.
     """
 
-    def __init__(self, world: World, outer: OuterOptimizer | None, nonfinite: NonFinitePolicy) -> None:
+    def __init__(
+        self, world: World, outer: OuterOptimizer | None, nonfinite: NonFinitePolicy, *, exact_rollback: bool
+    ) -> None:
         self.exchange = BucketExchange(
-            world, average="nodes", nonfinite=nonfinite, has_residuals=True, in_background=False
+            world,
+            average="nodes",
+            nonfinite=nonfinite,
+            has_residuals=True,
+            in_background=False,
+            exact_rollback=exact_rollback,
         )
         self.anchors: dict[Parameter, Tensor] = {}
         self.velocities: dict[Parameter, Tensor] = {}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol, SupportsInt
 
+import torch
 from torch import Tensor
 
 from flexcomm.kernels.layout import BufferPlan, Region
@@ -79,7 +80,8 @@ EpilogueKind = Literal["store", "sign_step", "plain_step"]
 class Epilogue(NamedTuple):
     """What decoding does with an average and an output.
 
-    Steps are computed in float32, product and difference rounded each, and then to the output's dtype.
+    Steps are computed in float32, those of float64 in float64, product and difference rounded each, and then to the
+    output's dtype.
 
     Args:
         kind: ``"store"`` writes the average. ``"sign_step"`` moves the output against its sign, ``keep * out - lr *
@@ -98,13 +100,28 @@ STORE = Epilogue()
 
 
 def apply_epilogue_(out: Tensor, average: Tensor, epilogue: Epilogue) -> None:
-    """Do with an average, in float32, what an epilogue says; kernels do so while they decode."""
+    """Do with an average what an epilogue says; kernels do so while they decode.
+
+    Args:
+        out: the average is written there, or it takes a step.
+        average: of the same shape.
+        epilogue: what to do.
+
+    Example:
+        >>> import torch, flexcomm
+        >>> param = torch.tensor([1.0, 2.0])
+        >>> flexcomm.apply_epilogue_(param, torch.tensor([0.3, -4.0]), flexcomm.Epilogue("sign_step", lr=0.5))
+        >>> param
+        tensor([0.5000, 2.5000])
+
+    """
     if epilogue.kind == "store":
         out.copy_(average)
     else:
-        step = average.float()
+        wide = torch.float64 if out.dtype is torch.float64 else torch.float32
+        step = average.to(wide)
         step = step.sign().mul_(epilogue.lr) if epilogue.kind == "sign_step" else step
-        out.copy_(out.float().mul(epilogue.keep).sub_(step))
+        out.copy_(out.to(wide).mul(epilogue.keep).sub_(step))
 
 
 class BucketEncoder(Protocol):

@@ -207,11 +207,12 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
 
     reduced = ctx.buffers.get("reduced", make_reduced)
     encode_(ctx, reduced.encoder, shard, ctx.states, ctx.states_out, ctx.update)
-    if ctx.rollbacks:
-        # The sum takes the place of what was sent.
-        sent = ctx.buffers.get("sent", lambda: torch.empty_like(reduced.encoder.buffer))
-        sent.copy_(reduced.encoder.buffer)
-        ctx.rollbacks.insert(0, partial(reduced.encoder.buffer.copy_, sent))
+    if ctx.rollbacks and ctx.states is not None:
+        # The sum takes the place of what was sent: roll back from a copy of it.
+        buffer = reduced.encoder.buffer
+        sent = ctx.buffers.get("sent", lambda: Encoder(ctx.buffer_plan, torch.empty_like(buffer), ctx.kernels))
+        sent.buffer.copy_(buffer)
+        ctx.rollbacks[:] = [partial(sent.rollback_, shard, ctx.states, ctx.update, step=ctx.step)]
     reduced.digest.copy_(digest_bits(ctx))
     reduced.nonfinite.fill_(bool(ctx.nonfinite))
     ctx.record.payload_bytes += reduced.values.nbytes

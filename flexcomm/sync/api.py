@@ -182,6 +182,7 @@ def plan_sync(
         rank,
         all_ranks,
         in_background and can_run_in_background(world, device),
+        in_background,
         [[f"rank {member} (node {node})" for node, member in enumerate(group)] for group in groups],
     )
 

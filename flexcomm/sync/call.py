@@ -23,6 +23,9 @@ from flexcomm.world import World
 
 T = TypeVar("T", Tensor, list[Tensor])
 
+LEAST_DECAY = 0.5
+"""The least decay with which states are updated in place."""
+
 
 class SyncHandle(Generic[T]):
     """A synchronisation under way. Handles of a world are finished in the order they were started."""
@@ -92,12 +95,18 @@ class SyncHandle(Generic[T]):
                     out.zero_()
             self.rollback()
             return
-        for task in self._tasks:
-            task.ctx.epilogue = epilogue
-            task.write_outputs()
-        if self._residuals is not None:
-            self._residuals.commit(self._lent)
-        self._end()
+        try:
+            for task in self._tasks:
+                task.ctx.epilogue = epilogue
+                task.write_outputs()
+            if self._residuals is not None:
+                self._residuals.commit(self._lent)
+        except BaseException as error:
+            # An interrupt, or memory that ran out: some outputs may be written, so nothing is taken back.
+            self._error = error
+            raise
+        finally:
+            self._end()
 
     def rollback(self) -> None:
         """Write nothing, and take back what this call did to its residuals. Not after :meth:`write`.
@@ -119,7 +128,7 @@ class SyncHandle(Generic[T]):
             self._residuals.unclaim(self._plan.names)
         for task, pool in zip(self._tasks, self._plan.pools, strict=False):
             # Those of a bucket that failed are not used again: transports may still write them.
-            if self._error is None:
+            if self._error is None and self._is_verified:
                 pool.give_back(task.ctx.buffers)
         if self._error is None:
             self._world.add_stats(self.record, sequence=self._engine.sequence, step=self._step)
@@ -176,14 +185,16 @@ class SyncHandle(Generic[T]):
 
     def _make_context(self, bucket: BucketPlan, buffers: Buffers, sequence: int) -> BucketContext:
         plan, residuals = self._plan, self._residuals
-        states, states_out, update, nonfinite = None, None, StateUpdate(gain=1.0 / plan.ranks), ""
-        in_place = False
+        states: list[Tensor] | None = None
+        states_out: list[Tensor] | None = None
+        update, nonfinite, in_place = StateUpdate(gain=1.0 / plan.ranks), "", False
         if residuals is not None:
             update = residuals.update(1.0 / plan.ranks)
-            # What was sent and the inputs must be there to roll back from: dense sums take the place of the former, and
-            # callers may change the latter while comm threads work. Codecs of one's own write another state.
-            can_roll_back = update.decay > 0.0 and not plan.in_background and bucket.algorithm not in ("dense", "codec")
-            in_place = can_roll_back and not residuals.exact_rollback
+            # To roll back, what was sent and the inputs must be there: dense sums take the place of the former, and
+            # callers that overlap may change the latter. Codecs of one's own write another state. And dividing by a
+            # small decay would enlarge what was rounded.
+            can_roll_back = bucket.algorithm not in ("dense", "codec") and update.decay >= LEAST_DECAY
+            in_place = can_roll_back and not plan.inputs_may_change and not residuals.exact_rollback
             try:
                 states, states_out = [], []
                 for shard in bucket.shards[plan.rank]:
@@ -194,6 +205,7 @@ class SyncHandle(Generic[T]):
             except FlexcommError as refusal:
                 # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
                 self._refusal, nonfinite = self._refusal or refusal, str(refusal)
+                states, states_out, in_place = None, None, False
         return BucketContext(
             plan=bucket,
             tensors=self._tensors,

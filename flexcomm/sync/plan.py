@@ -151,9 +151,10 @@ class SyncPlan:
     """What calls with the same tensors and arguments share, on local rank ``rank`` of ``ranks``, on ``nodes`` nodes.
 
     ``all_ranks`` says whether all ranks take part, or only those of this local rank, and ``in_background`` whether comm
-    threads drive the buckets. ``rank_names[r][n]`` is what messages call local rank r of node n. ``agreed_after`` are
-    the numbers of the plans used before, 0 for none, after which all ranks were found to use this one: numbers, because
-    a forgotten plan must not live on here.
+    threads drive the buckets. The caller's inputs may change before a call is done where that was asked for
+    (``inputs_may_change``), even if there are no such threads. ``rank_names[r][n]`` is what messages call local rank r
+    of node n. ``agreed_after`` are the numbers of the plans used before, 0 for none, after which all ranks were found
+    to use this one: numbers, because a forgotten plan must not live on here.
     """
 
     settings: SyncSettings
@@ -163,6 +164,7 @@ class SyncPlan:
     rank: int
     all_ranks: bool
     in_background: bool
+    inputs_may_change: bool
     rank_names: list[list[str]]
     number: int = field(default_factory=count(1).__next__)
     agreed_after: set[int] = field(default_factory=set)

@@ -25,7 +25,7 @@ class Residuals:
     States are float32, in the compressor's coordinates, and of this rank's shard of each tensor only. A sync that fails
     leaves them as they were. Where it can, it updates them in place, and restores them from what was sent and the
     inputs, to rounding: at most ``2**-21 / decay`` of what it was, what it became and what was added, together. A
-    second copy, and bits, are kept with ``exact_rollback``, with a decay of 0, where all is sent
+    second copy, and bits, are kept with ``exact_rollback``, with a decay below 0.5, where all is sent
     (``algorithm="dense"``), by codecs of one's own, and by calls in the background, whose inputs may change before
     they end. All arguments may change from call to call. FlexDeMo's momentum is kept in such an object.
 

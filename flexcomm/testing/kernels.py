@@ -330,8 +330,10 @@ def outputs_step_as_the_epilogue_says(kernels: Kernels, device: str) -> None:
                 decoder = verified(kernels, words.to(device), regions, bucket)
                 decoder.decode_(moved, step=_STEP, average="contributors", epilogue=epilogue)
                 for out, param, average in zip(moved, params, averages, strict=True):
-                    step = average.sign() * torch.tensor(0.01) if kind == "sign_step" else average
-                    expected = (param.float() * torch.tensor(keep) - step).to(param.dtype)
+                    wide = torch.float64 if param.dtype is torch.float64 else torch.float32
+                    lr, kept = torch.tensor(0.01, dtype=wide), torch.tensor(keep, dtype=wide)
+                    step = average.to(wide).sign() * lr if kind == "sign_step" else average.to(wide)
+                    expected = (param.to(wide) * kept - step).to(param.dtype)
                     require_equal(kernels, out, expected, f"decode_ steps by {epilogue}: {bucket}")
 
 

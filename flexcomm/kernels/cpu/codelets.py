@@ -281,7 +281,7 @@ def _idct_rows(emit: _Emitter, kind: EpilogueKind) -> None:
         y, place = builder.fmul(output, factor), emit.at(emit.target, emit.target_pitch, row)
         if kind == "sign_step":
             bits = builder.or_(builder.and_(builder.bitcast(y, _INTS), sign), builder.bitcast(lr, _INTS))
-            y = builder.select(builder.fcmp_ordered("==", y, zero), zero, builder.bitcast(bits, _VECTOR))
+            y = builder.select(builder.fcmp_unordered("==", y, zero), zero, builder.bitcast(bits, _VECTOR))
         if kind != "store":
             y = builder.fsub(builder.fmul(emit.load(place), keep), y)
         emit.store(y, place)

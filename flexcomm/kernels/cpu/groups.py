@@ -166,7 +166,9 @@ def _scratch_sizes(plan: TensorPlan, chunks: int, bins: int) -> ScratchSizes:
     numel, many = plan.chunk_numel, LANES if plan.chunk_rows == 1 else 1
     tiles = max(4 * LENGTH * LENGTH, numel)
     if plan.transformed:
-        down, along = plan_dct(plan.chunk_rows).height, plan_dct(plan.chunk_cols).height
+        down, along = (
+            max(plan_dct(side).height, plan_inverse_dct(side).height) for side in (plan.chunk_rows, plan.chunk_cols)
+        )
         work = max(down * plan.chunk_cols, along * max(plan.chunk_rows, many))
         tiles = max(tiles, 2 * many * numel + work)
     memory = max(2 * numel + 4 * WINDOW, 3 * LENGTH * LENGTH)

@@ -135,13 +135,18 @@ class CpuEncoder:
         entries, nwords = plan.entries, plan.nwords
         problems: Problems = []
         encoded: list[Encoded] = []
-        if plan.is_variable:
-            entries, nwords = self._encode_variable_(problems, encoded)
-        for group, loops in zip(self._groups, self._loops, strict=True):
-            if not group.is_variable:
-                for found, done in run(group, self._threads, partial(self._run, group, loops)):
-                    problems += found
-                    encoded += done
+        try:
+            if plan.is_variable:
+                entries, nwords = self._encode_variable_(problems, encoded)
+            for group, loops in zip(self._groups, self._loops, strict=True):
+                if not group.is_variable:
+                    for found, done in run(group, self._threads, partial(self._run, group, loops)):
+                        problems += found
+                        encoded += done
+        except BaseException:  # an interrupt: what was done by then is known
+            if in_place and update.decay:
+                self._roll_back(encoded, update)
+            raise
         if problems:
             if in_place and update.decay:
                 self._roll_back(encoded, update)
