@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexcomm.codec import plan_tensor, shard_tensor
-from flexcomm.compress import Compressor, TensorSpec, demo, dense, top_k
+from flexcomm.compress import Compressor, TensorSpec, demo, dense, striding, top_k
 from flexcomm.errors import (
     ConfigMismatchError,
     FlexcommError,
@@ -282,6 +282,11 @@ def another_step_is_found_by_all(world: World, compressor: Compressor) -> None:
         require_same_everywhere(world, sync(3), "all ranks hold the same bits after a failed call")
 
 
+def sums_that_fail_are_rolled_back(world: World) -> None:
+    """An all-reduce leaves nothing of what was sent."""
+    another_step_is_found_by_all(world, striding(1 / 8))
+
+
 def contributors_alone_can_be_averaged(world: World) -> None:
     """Every node has one number to send, in a place of its own: it is divided by one, or by the number of nodes."""
     node, nodes = world.topology.node, world.topology.nodes
@@ -354,6 +359,7 @@ SYNC_LAWS: tuple[Callable[[World, Compressor], None], ...] = (
 )
 
 CALL_LAWS: tuple[Callable[[World], None], ...] = (
+    sums_that_fail_are_rolled_back,
     contributors_alone_can_be_averaged,
     calls_in_another_order_are_found_by_all,
     names_are_told_apart,

@@ -115,10 +115,12 @@ def test_a_call_that_is_rolled_back_leaves_residuals_and_outputs_as_they_were(ex
     residuals, x = Residuals(0.5, exact_rollback=exact), torch.randn(1000, generator=torch.Generator().manual_seed(1))
     with flexcomm.connect() as world:
         out = torch.full((1000,), 7.0)
-        start = partial(flexcomm.start_sync, x, flexcomm.top_k(0.1), world=world, residuals=residuals, names=["w"])
+        # Not by start_sync, whose inputs may change: it keeps a copy.
+        plan = flexcomm.plan_sync([x], flexcomm.top_k(0.1), world=world, names=["w"], has_residuals=True)
+        start = partial(flexcomm.start_planned, plan, [x], world=world, residuals=residuals)
         start().wait()
         before = residuals["w"].clone()
-        handle = start(out=out)
+        handle = start(out=[out])
         handle.verify()
         with pytest.raises(InvalidArgumentError, match="w: being synchronised"):
             start()
