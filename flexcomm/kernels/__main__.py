@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from importlib.util import find_spec
+from typing import get_args
 
 import torch
 
-from flexcomm.kernels.base import Kernels, StateUpdate
+from flexcomm.kernels.base import Epilogue, EpilogueKind, Kernels, StateUpdate
 from flexcomm.kernels.layout import BufferPlan, Region
 from flexcomm.kernels.plan import Selection, TensorPlan, TensorSpec, ValueCode
 
@@ -28,11 +29,18 @@ def _exchange(plan: TensorPlan, kernels: Kernels) -> None:
     bucket = BufferPlan.of((TensorSpec("x", (plan.rows, plan.cols), torch.float32),), (plan,), 0)
     words, x = torch.empty(bucket.nwords, dtype=torch.int32), torch.ones(plan.rows, plan.cols)
     encoder, states = kernels.encoder(bucket, words), [torch.zeros(plan.state_shape)]
+    encoder.encode_([x], None, None, StateUpdate(), step=0, sequence=0)
     encoder.encode_([x], states, states, StateUpdate(), step=0, sequence=0)
     encoder.rollback_([x], states, StateUpdate(), step=0)
     decoder = kernels.decoder(bucket, words, [Region("self", 0, bucket.nwords)])
     decoder.verify(step=0, sequence=0)
-    decoder.decode_([x], step=0, average="nodes")
+    for kind in get_args(EpilogueKind):
+        decoder.decode_([x], step=0, average="nodes", epilogue=Epilogue(kind))
+
+
+def _exchange_by_all_codes(kernels: Kernels) -> None:
+    for code in ValueCode:
+        _exchange(TensorPlan(1, 8, 1, 8, False, Selection.STRIDING, 2, code), kernels)
 
 
 def _mix(kernels: Kernels) -> None:
@@ -49,9 +57,10 @@ _PLANS = {
     "threshold": TensorPlan(1, 8, 1, 8, False, Selection.THRESHOLD, 4, ValueCode.BF16),
     "random": TensorPlan(1, 8, 1, 8, False, Selection.RANDOM_K, 2, ValueCode.BF16),
 }
-# Loops are compiled once for all plans: what differs is data to them. So few calls compile everything, and a test holds
-# them against the laws that every kernel set goes through. Those that take longest come first.
+# Most that differs between plans is data to the loops. So few calls compile everything, and a test holds them against
+# the laws that every kernel set goes through. Those that take longest come first.
 CALLS: dict[str, Callable[[Kernels], None]] = {name: partial(_exchange, plan) for name, plan in _PLANS.items()}
+CALLS["value codes"] = _exchange_by_all_codes
 CALLS["mix"] = _mix
 
 

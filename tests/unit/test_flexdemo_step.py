@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
 import flexcomm
-from flexcomm import InvalidArgumentError, World
+from flexcomm import InvalidArgumentError, NonFiniteError, World
 from flexdemo import FlexDeMo
 
 
@@ -83,3 +86,30 @@ def test_autograd_is_told_of_a_step(world: World) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.0])
+def test_momentum_that_decays_fast_survives_a_failed_step_bit_for_bit(world: World, decay: float) -> None:
+    """Dividing by a small decay would enlarge what was rounded: so there is a copy."""
+    params = [Parameter(torch.zeros(64, 64)), Parameter(torch.zeros(64, 64))]
+    optimizer = FlexDeMo(params, lr=0.1, compressor=flexcomm.demo(k=8), world=world, decay=decay)
+    for param in params:
+        param.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    before, params[1].grad[3, 4] = momentum_of(optimizer), torch.nan  # type: ignore[index]
+    with pytest.raises(NonFiniteError):
+        optimizer.step()
+    assert torch.equal(momentum_of(optimizer), before)
+
+
+def test_a_dtensor_whose_local_part_has_gaps_steps(world: World) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, gapped = DeviceMesh("cpu", [0]), torch.zeros(8, 4)[:, ::2]
+        param = Parameter(DTensor.from_local(gapped, mesh, [Replicate()], shape=torch.Size((8, 2)), stride=(2, 1)))
+        optimizer = FlexDeMo([param], lr=0.5, compressor=flexcomm.dense(), world=world)
+        param.grad = DTensor.from_local(torch.ones(8, 2), mesh, [Replicate()])
+        optimizer.step()
+        assert torch.equal(gapped, torch.full((8, 2), -0.5))
+    finally:
+        dist.destroy_process_group()

@@ -7,15 +7,17 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from flexcomm.codec.plan import assemble_buffer
 from flexcomm.compress import Identity, Pipeline, TensorSpec, TopK
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels import (
     KERNELS_VARIABLE,
+    Epilogue,
     ReferenceKernels,
     Selection,
     StateUpdate,
@@ -24,9 +26,10 @@ from flexcomm.kernels import (
     choose_kernels,
 )
 from flexcomm.kernels.__main__ import CALLS, compile_ahead
-from flexcomm.kernels.cpu import CpuKernels, checks, indices, mixing, selection, tables, transform, values
+from flexcomm.kernels.cpu import CpuKernels, checks, codelets, indices, mixing, selection, tables, transform, values
 from flexcomm.kernels.cpu.compiler import kernel_folders
-from flexcomm.kernels.cpu.kernels import split_work
+from flexcomm.kernels.cpu.kernels import run, split_work
+from flexcomm.kernels.layout import Region
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.cases import SEQUENCE, decode, encode, encode_bucket, plan_single, sent_coefficients
 from tests.slow import slow_but
@@ -40,12 +43,13 @@ if TYPE_CHECKING:
 
 SMALLEST_SHARE = "flexcomm.kernels.cpu.kernels._SMALLEST_SHARE"
 BLOCK_NUMEL = "flexcomm.kernels.cpu.groups.BLOCK_NUMEL"
-KEPT = {
+LOOPS = {
     *("accumulate_any", "accumulate_flat", "accumulate_plain", "accumulate_square", "check_headers", "check_values"),
-    *("count_reaching", "fill_histogram", "get_values", "mix_halves", "mix_many", "mix_two", "pick_threshold"),
-    *("pick_top_k", "pick_random_k", "pick_striding", "put_floats", "put_indices", "put_scaled", "read_counts"),
-    *("read_indices", "decode_any", "decode_flat", "decode_plain", "decode_square", "put_counts", "write_header"),
-    *("add_sent", "run_loops"),
+    *("count_reaching", "fill_histogram", "mix_halves", "mix_many", "mix_two", "pick_threshold", "pick_top_k"),
+    *("pick_random_k", "pick_striding", "put_indices", "read_counts", "read_indices", "decode_any", "decode_flat"),
+    *("decode_plain", "decode_square", "put_counts", "write_header", "add_sent", "run_loops"),
+    *("dct_columns", "dct_rows", "dct_rows_and_state", "dct_flat", "idct_columns", "idct_rows", "idct_flat"),
+    *("idct_rows_sign_step", "idct_rows_plain_step"),
 }
 COMPILED = ("flexcomm.kernels.cpu.selection", "pick_top_k")
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +58,9 @@ CPU = torch.device("cpu")
 
 def signatures() -> dict[str, list[str]]:
     """What every kernel was compiled for, or loaded for."""
-    modules = (checks, indices, mixing, selection, tables, transform, values)
-    kernels = {name: kernel for module in modules for name, kernel in vars(module).items() if name in KEPT}
+    modules = (checks, codelets, indices, mixing, selection, tables, transform, values)
+    kernels = {name: kernel for module in modules for name, kernel in vars(module).items() if name in LOOPS}
+    kernels |= {loop.__name__: loop for loops in values.CODES.values() for loop in loops}
     return {name: [str(signature) for signature in kernel.signatures] for name, kernel in kernels.items()}
 
 
@@ -315,3 +320,47 @@ def test_an_encoder_follows_a_gain_that_changes() -> None:
         update = StateUpdate(gain=gain)
         assert encoder.encode_([x], None, None, update, step=0, sequence=SEQUENCE) == 0
         assert torch.equal(words, encode_bucket(ReferenceKernels(), plan, [x], None, update).words)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_averages_that_are_no_numbers_step_as_the_references_do(rows: int) -> None:
+    """Sums of finite values may overflow; infinities of both signs, transformed back, are NaN."""
+    plan = plan_single(TensorPlan(rows, 64, rows, 64, True, Selection.TOP_K, 4, ValueCode.FP32))
+    state, outputs = torch.zeros(plan.plans[0].state_shape), []
+    state.view(-1)[:4] = torch.tensor([3e38, -3e38, 3e38, 1.0])
+    for kernels in (ReferenceKernels(), CpuKernels(1)):
+        states = [state.clone()]
+        words = encode_bucket(kernels, plan, [torch.zeros(rows, 64)], (states, states)).words.repeat(3)
+        regions = [Region(f"node {node}", node * plan.nwords, plan.nwords) for node in range(3)]
+        decoder, out = kernels.decoder(plan, words, regions), torch.full((rows, 64), 2.0)
+        assert decoder.verify(step=0, sequence=SEQUENCE) == 0
+        decoder.decode_([out], step=0, average="nodes", epilogue=Epilogue("sign_step", lr=0.5, keep=0.5))
+        outputs.append(out)
+    assert torch.equal(*outputs)
+    assert (outputs[0] == 1.0).any(), "no NaN was decoded, so this compares nothing"
+
+
+def test_an_interrupt_leaves_the_momentum_of_what_was_encoded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [
+        TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 8, ValueCode.BF16),
+        TensorPlan(1, 640, 1, 64, True, Selection.TOP_K, 4, ValueCode.BF16),
+    ]
+    specs = tuple(TensorSpec(str(plan.rows), (plan.rows, plan.cols), torch.float32) for plan in plans)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(plan.rows, plan.cols, generator=generator) for plan in plans]
+    before = [torch.randn(plan.state_shape, generator=generator) for plan in plans]
+    buffer, calls = assemble_buffer(specs, tuple(plans)), []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return run(*given)
+
+    monkeypatch.setattr("flexcomm.kernels.cpu.kernels.run", interrupted)
+    states = [one.clone() for one in before]
+    encoder = CpuKernels(1).encoder(buffer, torch.empty(buffer.nwords, dtype=torch.int32))
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode_(tensors, states, states, StateUpdate(decay=0.9), step=0, sequence=SEQUENCE)
+    for state, old, x in zip(states, before, tensors, strict=True):
+        assert float((state - old).abs().max()) <= 2.0**-21 / 0.9 * float(2 * old.abs().max() + 64 * x.abs().max())

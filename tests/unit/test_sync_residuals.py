@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 import flexcomm
 from flexcomm import InvalidArgumentError, InvalidTensorError, Residuals, TensorSpec
 from flexcomm.codec import plan_tensor
+from flexcomm.kernels.cpu.kernels import CpuDecoder
 
 if TYPE_CHECKING:
     from flexcomm.sync.residuals import LentState
@@ -128,6 +129,39 @@ def test_a_call_that_is_rolled_back_leaves_residuals_and_outputs_as_they_were(ex
     far = float((residuals["w"] - before).abs().max())
     assert far == 0.0 if exact else far <= 2.0**-21 * float(x.abs().max() + before.abs().max())
     assert torch.equal(out, torch.full((1000,), 7.0))
+
+
+def test_an_error_of_writing_is_raised_again_and_frees_residuals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    residuals = Residuals()
+
+    def run_out(*_: object, **__: object) -> None:
+        raise MemoryError("no memory for the averages")
+
+    with flexcomm.connect() as world:
+        handle = flexcomm.start_sync(torch.ones(100), flexcomm.top_k(0.1), world=world, residuals=residuals)
+        handle.verify()
+        with monkeypatch.context() as patched:
+            patched.setattr(CpuDecoder, "decode_", run_out)
+            for _ in range(2):
+                with pytest.raises(MemoryError, match="no memory for the averages"):
+                    handle.wait()
+        assert residuals.names() == list(residuals.state_dict())
+        after = flexcomm.hierarchical_sync(torch.ones(100), flexcomm.top_k(1.0), world=world, residuals=residuals)
+    assert bool((after >= 1.0).all())
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "two_phase", "reduce"])
+def test_a_residual_that_does_not_fit_is_refused_by_every_algorithm(algorithm: Any) -> None:
+    compressor = flexcomm.random_k(0.1) if algorithm == "reduce" else flexcomm.top_k(0.1)
+    residuals = Residuals()
+    residuals.load_state_dict({"w": torch.zeros(1, 90)})
+    with flexcomm.connect() as world, pytest.raises(InvalidTensorError, match=r"the residual of w is \[1, 90\]"):
+        flexcomm.hierarchical_sync(
+            [torch.ones(100)], compressor, world=world, residuals=residuals, names=["w"], algorithm=algorithm
+        )
+    assert torch.equal(residuals["w"], torch.zeros(1, 90))
 
 
 def test_states_in_place_take_their_memory_once() -> None:

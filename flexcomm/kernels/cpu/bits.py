@@ -31,9 +31,10 @@ def put_window(words: FullWords, position: Int, window: Int, width: Int) -> None
 def get_window(words: FullWords, position: Int, width: Int) -> Int:
     """Return 1 to 64 bits as an unsigned number."""
     at, shift = position >> 5, np.uint64(position & 31)
-    # What lies behind the last word is never asked for, but may be looked at.
-    second = np.uint64(words[min(at + 1, words.size - 1)])
-    third = np.uint64(words[min(at + 2, words.size - 1)])
+    # Of words that hold none of the bits, another one is read instead: what lies behind the last is not ours.
+    reached = (position & 31) + width
+    second = np.uint64(words[at + (reached > 32)])
+    third = np.uint64(words[at + (reached > 32) + (reached > 64)])
     low = np.uint64(words[at]) | (second << np.uint64(32))
     # Two shifts: the third word moves by 64 where the first begins at its lowest bit, and no machine shifts by that.
     high = (third << np.uint64(1)) << (np.uint64(63) - shift)
@@ -88,16 +89,15 @@ def bf16_up(magnitude_bits: Int) -> Int:
 
 
 @compiled
-def sum_magnitudes(taken: Floats) -> Float:
+def sum_magnitudes(taken: Floats, count: Int, lanes: Floats) -> Float:
     """Sum magnitudes: entry e into lane e % 32, then lanes in halves. Any device can do that in the same order."""
-    lanes, count = np.zeros(_SUM_LANES, np.float32), taken.size
-    whole = count & ~(_SUM_LANES - 1)
-    for begin in range(0, whole, _SUM_LANES):
-        row = taken[begin : begin + _SUM_LANES]
+    for lane in range(_SUM_LANES):
+        lanes[lane] = _ZERO
+    for begin in range(0, count & ~(_SUM_LANES - 1), _SUM_LANES):
         for lane in range(_SUM_LANES):
-            lanes[lane] += abs(row[lane])
-    for lane in range(count - whole):
-        lanes[lane] += abs(taken[whole + lane])
+            lanes[lane] += abs(taken[begin + lane])
+    for entry in range(count & ~(_SUM_LANES - 1), count):
+        lanes[entry & (_SUM_LANES - 1)] += abs(taken[entry])
     half = _SUM_LANES >> 1
     while half:
         for lane in range(half):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -37,7 +38,19 @@ Function = TypeVar("Function", bound="Callable[..., Any]")
 def list_sources() -> list[Path]:
     """Return the files that are compiled into kernels, constants included."""
     folder = Path(__file__).parent
-    own = ("bits", "checks", "codelets", "compiler", "indices", "mixing", "selection", "tables", "transform", "values")
+    own = (
+        "bits",
+        "checks",
+        "codelets",
+        "compiler",
+        "indices",
+        "instructions",
+        "mixing",
+        "selection",
+        "tables",
+        "transform",
+        "values",
+    )
     shared = ("base", "butterflies", "layout", "plan")
     return [folder / f"{name}.py" for name in own] + [folder.parent / f"{name}.py" for name in shared]
 
@@ -66,12 +79,14 @@ def kept(function: Function) -> Function:
 
 
 _NUMBERS = types.CPointer(types.int64)  # type: ignore[no-untyped-call]
-_LOOP = types.int64(_NUMBERS, _NUMBERS)
+LOOP = types.int64(_NUMBERS, _NUMBERS)
+"""The signature of a loop: it is given the numbers of a tensor and of a job, and returns a problem, or 0."""
 
 
+@cache
 def address_of(loop: Any) -> int:
-    """Return the address of a loop's machine code, compiled or loaded now: a C function of two pointers to int64."""
-    result = loop.get_compile_result(_LOOP)
+    """Return the address of a loop's machine code, compiled or loaded now."""
+    result = loop.get_compile_result(LOOP)
     return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
 
 

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
+from flexcomm.kernels.cpu import codelets, transform
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu import transform
-from flexcomm.kernels.cpu.codelets import LANES, LENGTH, SQUARE_BINS, WINDOW
+from flexcomm.kernels.cpu.codelets import LANES, LENGTH, SQUARE_BINS
+from flexcomm.kernels.cpu.compiler import address_of
+from flexcomm.kernels.cpu.instructions import WINDOW
 from flexcomm.kernels.cpu.selection import SELECTIONS, bins_for
 from flexcomm.kernels.cpu.values import CODES
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout
@@ -55,14 +57,13 @@ class Group:
     decode: Loop
     selection: Selection
     sends_indices: bool
-    has_scales: bool
     sizes: ScratchSizes
     holds: list[Any] = field(repr=False)
     """The lists whose addresses are in the table."""
     gain: float = float("nan")
 
     def __post_init__(self) -> None:
-        self.is_variable = self.plans[0].is_variable
+        self.is_variable, self.values = self.plans[0].is_variable, self.plans[0].values
         self.numel = sum(plan.chunks * plan.chunk_numel for plan in self.plans)
 
     def tensor_blocks(self) -> NDArray[np.int64]:
@@ -82,6 +83,11 @@ class Group:
         factors = np.array([plan.scale(gain) for plan in self.plans], np.float32)
         self.table[:, t.FACTOR], self.gain = factors.view(np.uint32), gain
 
+    def set_last_pass(self, codelet: Loop) -> None:
+        """Have squares go through a codelet last."""
+        if self.accumulate is transform.accumulate_square:
+            self.table[:, t.LAST_PASS] = address_of(codelet)
+
     def set_addresses(self, column: int, tensors: Sequence[Tensor]) -> None:
         """Fill in where tensors are."""
         self.table[:, column] = [tensors[number].data_ptr() for number in self.numbers]
@@ -92,8 +98,7 @@ def plan_groups(plan: BufferPlan, shown_as: BufferPlan, *, is_inverse: bool) -> 
     numbers: dict[Any, list[int]] = {}
     for number, (one, layout) in enumerate(zip(shown_as.plans, plan.layouts, strict=True)):
         check_implemented("cpu", one, SELECTIONS, CODES)
-        scales, has_indices = one.values.format.scales > 0, layout.code is not IndexCode.NONE
-        alike = (_find_loops(one), one.sends_everything, one.selection, has_indices, scales)
+        alike = (_find_loops(one), one.sends_everything, one.selection, layout.code is IndexCode.NONE, one.values)
         numbers.setdefault((number,) if one.is_variable else alike, []).append(number)
     return [_make_group(plan, shown_as, own, is_inverse) for own in numbers.values()]
 
@@ -106,8 +111,10 @@ def place(row: NDArray[np.int64], layout: Layout, position: int) -> None:
 
 def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_inverse: bool) -> Group:
     plans = [shown_as.plans[number] for number in numbers]
-    table, entries, blocks, sizes, holds = np.zeros((len(numbers), len(t.TENSOR)), np.int64), 0, [], [], []
+    table, entries, blocks, sizes, holds = np.zeros((len(numbers), t.TENSOR_COLUMNS), np.int64), 0, [], [], []
     accumulate, decode = _find_loops(plans[0])
+    if first_pass := _FIRST_PASSES.get(decode if is_inverse else accumulate):
+        table[:, t.FIRST_PASS] = address_of(first_pass)
     for number, (row, one) in enumerate(zip(table, plans, strict=True)):
         # The transform of squares fills the maxima itself, as many as it has.
         is_filled = accumulate is transform.accumulate_square and 2 * one.k <= SQUARE_BINS
@@ -139,7 +146,6 @@ def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_i
         decode,
         Selection.EVERYTHING if plans[0].sends_everything else plans[0].selection,
         plan.layouts[numbers[0]].code is not IndexCode.NONE,
-        plans[0].values.format.scales > 0,
         ScratchSizes(*map(max, zip(*sizes, strict=True))),
         holds,
     )
@@ -153,6 +159,14 @@ def _find_loops(plan: TensorPlan) -> tuple[Loop, Loop]:
     if (plan.chunk_rows, plan.chunk_cols) == (1, LENGTH):
         return transform.accumulate_flat, transform.decode_flat
     return transform.accumulate_any, transform.decode_any
+
+
+_FIRST_PASSES = {
+    transform.accumulate_square: codelets.dct_columns,
+    transform.decode_square: codelets.idct_columns,
+    transform.accumulate_flat: codelets.dct_flat,
+    transform.decode_flat: codelets.idct_flat,
+}
 
 
 @lru_cache(maxsize=64)

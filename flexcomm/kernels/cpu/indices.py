@@ -7,9 +7,9 @@ import numpy as np
 from flexcomm.kernels.base import Problem
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.bits import get_window, put_window
-from flexcomm.kernels.cpu.codelets import count_bits, lowest_bit
 from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs, compiled, kept
-from flexcomm.kernels.cpu.tables import entries_before, picks_of, start_of, words_of
+from flexcomm.kernels.cpu.instructions import count_bits, lowest_bit, words_at
+from flexcomm.kernels.cpu.tables import entries_before, entries_in, picks_of, start_of
 from flexcomm.kernels.layout import IndexCode
 
 _PACKED = int(IndexCode.PACKED)
@@ -20,13 +20,13 @@ _ONE = np.uint64(1)
 
 
 @compiled
-def put_numbers(words: FullWords, position: Int, width: Int, numbers: Ints, mask: Int) -> None:
+def put_numbers(words: FullWords, position: Int, width: Int, numbers: Ints, count: Int) -> None:
     """Write the lowest ``width`` bits of numbers, one behind the other, as many at a time as fit a window."""
     if width == 0:
         return
-    at_once, lowest = _WINDOW_BITS // width, np.uint64(mask)
-    for begin in range(0, numbers.size, at_once):
-        many, window = min(at_once, numbers.size - begin), np.uint64(0)
+    at_once, lowest = _WINDOW_BITS // width, np.uint64((1 << width) - 1)
+    for begin in range(0, count, at_once):
+        many, window = min(at_once, count - begin), np.uint64(0)
         for i in range(many):
             window |= (np.uint64(numbers[begin + i]) & lowest) << np.uint64(i * width)
         put_window(words, position + begin * width, window, many * width)
@@ -35,19 +35,19 @@ def put_numbers(words: FullWords, position: Int, width: Int, numbers: Ints, mask
 @kept
 def put_indices(row: Longs, job: Longs) -> Int:
     """Write the picks of chunks."""
-    words, code, low_bits = words_of(job), row[t.CODE], row[t.LOW_BITS]
+    words, code, low_bits = words_at(job[t.WORDS]), row[t.CODE], row[t.LOW_BITS]
     for at in range(job[t.FIRST], job[t.LAST]):
-        own, position = picks_of(row, job, 0, at), position_of(row, job, at)
+        own, position, count = picks_of(row, job, 0, at), position_of(row, job, at), entries_in(row, job, 0, at)
         if code == _PACKED:
-            put_numbers(words, position, row[t.ENTRY_BITS], own, (1 << row[t.ENTRY_BITS]) - 1)
+            put_numbers(words, position, row[t.ENTRY_BITS], own, count)
         elif code == _ELIAS_FANO:
-            put_numbers(words, position, low_bits, own, (1 << low_bits) - 1)
-            position += own.size * low_bits
-            for entry in range(own.size):
+            put_numbers(words, position, low_bits, own, count)
+            position += count * low_bits
+            for entry in range(count):
                 bit = position + (own[entry] >> low_bits) + entry
                 words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
         else:
-            for entry in range(own.size):
+            for entry in range(count):
                 bit = position + own[entry]
                 words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
     return 0
@@ -61,14 +61,14 @@ def position_of(row: Longs, job: Longs, chunk: Int) -> Int:
 
 
 @compiled
-def get_set_bits(words: FullWords, position: Int, length: Int, picks: Ints) -> Int:
+def get_set_bits(words: FullWords, position: Int, length: Int, picks: Ints, count: Int) -> Int:
     """Fill ``picks`` with the places of the bits that are set; return how many, of which only so many are filled."""
     found: Int = 0
     for begin in range(0, length, _WINDOW_BITS):
         window = get_window(words, position + begin, min(_WINDOW_BITS, length - begin))
         many: Int = np.int64(count_bits(window))
         # Counted before: whether another bit follows is as good as random, and a mispredicted jump costs more.
-        for entry in range(found, min(found + many, picks.size)):
+        for entry in range(found, min(found + many, count)):
             picks[entry] = begin + np.int64(lowest_bit(window))
             window &= window - _ONE
         found += many
@@ -76,13 +76,13 @@ def get_set_bits(words: FullWords, position: Int, length: Int, picks: Ints) -> I
 
 
 @compiled
-def add_numbers(words: FullWords, position: Int, width: Int, picks: Ints) -> None:
+def add_numbers(words: FullWords, position: Int, width: Int, picks: Ints, count: Int) -> None:
     """Add the numbers of so many bits each that begin at a position."""
     if width == 0:
         return
     at_once, mask = _WINDOW_BITS // width, np.uint64((1 << width) - 1)
-    for begin in range(0, picks.size, at_once):
-        many = min(at_once, picks.size - begin)
+    for begin in range(0, count, at_once):
+        many = min(at_once, count - begin)
         window = get_window(words, position + begin * width, many * width)
         for entry in range(begin, begin + many):
             picks[entry] += np.int64(window & mask)
@@ -90,32 +90,33 @@ def add_numbers(words: FullWords, position: Int, width: Int, picks: Ints) -> Non
 
 
 @compiled
-def get_indices(words: FullWords, position: Int, row: Longs, picks: Ints) -> Int:
+def get_indices(words: FullWords, position: Int, row: Longs, picks: Ints, count: Int) -> Int:
     """Fill ``picks`` with the indices of a chunk; return whether they increase and stay inside of it."""
-    found, low_bits, numel = picks.size, row[t.LOW_BITS], row[t.NUMEL]
+    found, low_bits, numel = count, row[t.LOW_BITS], row[t.NUMEL]
     if row[t.CODE] == _PACKED:
-        picks[:] = 0
-        add_numbers(words, position, row[t.ENTRY_BITS], picks)
+        for entry in range(count):
+            picks[entry] = 0
+        add_numbers(words, position, row[t.ENTRY_BITS], picks, count)
     elif row[t.CODE] == _ELIAS_FANO:
-        high, width = position + picks.size * low_bits, picks.size + ((numel - 1) >> low_bits)
-        found = get_set_bits(words, high, width, picks)
-        for entry in range(picks.size):
+        found = get_set_bits(words, position + count * low_bits, count + ((numel - 1) >> low_bits), picks, count)
+        for entry in range(count):
             picks[entry] = (picks[entry] - entry) << low_bits
-        add_numbers(words, position, low_bits, picks)
+        add_numbers(words, position, low_bits, picks, count)
     else:
-        found = get_set_bits(words, position, numel, picks)
-    wrong = np.int32(found != picks.size)
-    for entry in range(1, picks.size):
+        found = get_set_bits(words, position, numel, picks, count)
+    wrong = np.int32(found != count)
+    for entry in range(1, count):
         wrong |= np.int32(picks[entry] <= picks[entry - 1])
-    return not wrong and (picks.size == 0 or (picks[0] >= 0 and picks[picks.size - 1] < numel))
+    return not wrong and (count == 0 or (picks[0] >= 0 and picks[count - 1] < numel))
 
 
 @kept
 def read_indices(row: Longs, job: Longs) -> Int:
     """Fill in the picks of one sender."""
-    words = words_of(job)
+    words = words_at(job[t.WORDS])
     for at in range(job[t.FIRST], job[t.LAST]):
-        if not get_indices(words, position_of(row, job, at), row, picks_of(row, job, 0, at)):
+        count = entries_in(row, job, 0, at)
+        if not get_indices(words, position_of(row, job, at), row, picks_of(row, job, 0, at), count):
             return _INDEX
     return 0
 
@@ -123,11 +124,10 @@ def read_indices(row: Longs, job: Longs) -> Int:
 @kept
 def put_counts(row: Longs, job: Longs) -> Int:
     """Write how many entries each chunk has, in front of their indices."""
-    words, width = words_of(job), count_width(row)
+    words, width = words_at(job[t.WORDS]), count_width(row)
     begin = 32 * (row[t.INDICES] - -(-row[t.CHUNKS] * width // 32))
     for at in range(job[t.FIRST], job[t.LAST]):
-        count = entries_before(row, job, 0, at + 1) - entries_before(row, job, 0, at)
-        put_window(words, begin + at * width, np.uint64(count), width)
+        put_window(words, begin + at * width, np.uint64(entries_in(row, job, 0, at)), width)
     return 0
 
 

@@ -28,7 +28,7 @@ from flexcomm.kernels.base import (
     Status,
     apply_epilogue_,
 )
-from flexcomm.kernels.cpu import checks, indices, selection, transform, values
+from flexcomm.kernels.cpu import checks, codelets, indices, selection, transform, values
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.compiler import address_of
 from flexcomm.kernels.cpu.groups import Group, Loop, ScratchSizes, place, plan_groups
@@ -50,6 +50,11 @@ from flexcomm.kernels.plan import SampleKey, entries_before, fill_up, raise_thre
 Numbers = NDArray[np.int64]
 T = TypeVar("T")
 
+_LAST_PASSES: dict[EpilogueKind, Loop] = {
+    "store": codelets.idct_rows,
+    "sign_step": codelets.idct_rows_sign_step,
+    "plain_step": codelets.idct_rows_plain_step,
+}
 _KINDS = get_args(EpilogueKind)
 _SMALLEST_SHARE = 1 << 16
 """Elements below which a second thread costs more than it saves."""
@@ -180,6 +185,7 @@ class CpuEncoder:
         self._job[[t.DECAY, t.SHARE]] = _bits(update.decay, 1.0 - update.alpha)
         for group in self._groups:
             group.set_inputs(inputs, update.gain, keys)
+            group.set_last_pass(codelets.dct_rows if states is None else codelets.dct_rows_and_state)
             if states is not None and states_out is not None:
                 group.set_addresses(t.STATE, states)
                 group.set_addresses(t.STATE_OUT, states_out)
@@ -291,14 +297,15 @@ def _encode_loops(group: Group) -> tuple[Loop, ...]:
 
 
 def _put_loops(group: Group) -> tuple[Loop, ...]:
-    put_values = values.put_scaled if group.has_scales else values.put_floats
+    put_values = values.CODES[group.values][0]
     return (indices.put_indices, put_values) if group.sends_indices else (put_values,)
 
 
 def _read_loops(group: Group) -> tuple[Loop, ...]:
     """Return what finds the picks and values of a block."""
     picker = indices.read_indices if group.sends_indices else selection.PICKERS.get(group.selection)
-    return (values.get_values, picker) if picker else (values.get_values,)
+    get_values = values.CODES[group.values][1]
+    return (get_values, picker) if picker else (get_values,)
 
 
 @lru_cache(maxsize=256)
@@ -311,7 +318,7 @@ def _bits(*floats: float) -> NDArray[np.uint32]:
 
 
 def _new_job(words: NDArray[np.uint32]) -> Numbers:
-    job = np.zeros(len(t.JOB), np.int64)
+    job = np.zeros(t.JOB_NUMBERS, np.int64)
     job[[t.WORDS, t.NWORDS, t.SENDERS, t.IS_BLOCK]] = words.ctypes.data, words.size, 1, 1
     return job
 
@@ -440,7 +447,7 @@ class _Received:
     @cached_property
     def _decode_loops(self) -> Numbers:
         drawn = (selection.PICKERS[self.group.selection],) if self._is_drawn else ()
-        return _addresses((values.get_values, *drawn, self.group.decode))
+        return _addresses((values.CODES[self.group.values][1], *drawn, self.group.decode))
 
     def place(self, sender: int, number: int, layout: Layout, position: int) -> None:
         """Fill in where a sender's payload of a tensor is."""
@@ -457,7 +464,8 @@ class _Received:
     ) -> None:
         """Fill in where outputs are, the keys of a step, and how averages are taken and used."""
         self.group.set_inputs(outputs, 1.0, keys)
-        changing = [t.X, t.FACTOR, t.KEY, t.START]
+        self.group.set_last_pass(_LAST_PASSES[epilogue.kind])
+        changing = [t.X, t.FACTOR, t.KEY, t.START, t.LAST_PASS]
         self._tables[0][:, changing] = self.group.table[:, changing]
         self._job[t.COUNTED] = average == "contributors" and not self._is_shared
         self._job[[t.EPILOGUE, t.LR, t.KEEP]] = _KINDS.index(epilogue.kind), *_bits(epilogue.lr, epilogue.keep).tolist()
@@ -503,7 +511,7 @@ class Scratch:
         with torch.inference_mode(False):
             self._held = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in sizes]
         self._addresses = np.array([one.data_ptr() for one in self._held], np.int64)
-        self._job = np.empty(len(t.JOB), np.int64)
+        self._job = np.empty(t.JOB_NUMBERS, np.int64)
 
     def start(self, job: Numbers) -> Numbers:
         """Return a job that uses this memory; the one before is over."""

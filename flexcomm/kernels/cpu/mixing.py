@@ -14,8 +14,8 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexcomm.kernels.cpu.codelets import pointer_to
 from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Longs, compiled, kept, summing
+from flexcomm.kernels.cpu.instructions import pointer_to
 
 Reals = NDArray[Any]  # of float32, or of float64
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu.codelets import WINDOW, count_bits, lowest_bit, reaching
 from flexcomm.kernels.cpu.compiler import Int, Ints, Longs, compiled, kept
-from flexcomm.kernels.cpu.tables import coefs_at, ints_at, longs_at, picks_of
-from flexcomm.kernels.plan import BIN_SHIFT, BINS, Selection
+from flexcomm.kernels.cpu.instructions import WINDOW, count_bits, ints_at, longs_at, lowest_bit, reaching
+from flexcomm.kernels.cpu.tables import coefs_at, entries_in, picks_of
+from flexcomm.kernels.plan import BIN_SHIFT, Selection
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _TWO_OCTAVES = 2 << 23
@@ -59,9 +59,9 @@ def bound_of_largest(address: Int, windows: Int, k: Int, low: Int, top: Int) -> 
 
 
 @compiled
-def largest_of(numbers: Ints) -> Int:
-    top = np.int32(0)
-    for i in range(numbers.size):
+def largest_of(address: Int, count: Int) -> Int:
+    numbers, top = ints_at(address), np.int32(0)
+    for i in range(count):
         top = numbers[i] if numbers[i] > top else top
     return np.int64(top)
 
@@ -81,13 +81,12 @@ def collect(address: Int, windows: Int, bound: Int, picks: Ints) -> Int:
 
 
 @compiled
-def fill_magnitudes(row: Ints, magnitudes: Ints) -> Int:
-    """Copy magnitudes, and zeros behind them up to a whole window; return how many windows that is."""
-    windows = -(-row.size // WINDOW)
-    magnitudes[row.size : windows * WINDOW] = 0
-    for i in range(row.size):
-        magnitudes[i] = np.int32(row[i] & _MAGNITUDE)
-    return windows
+def fill_magnitudes(values: Ints, numel: Int, magnitudes: Ints) -> None:
+    """Copy magnitudes, and zeros behind them up to a whole window."""
+    for i in range(numel):
+        magnitudes[i] = np.int32(values[i] & _MAGNITUDE)
+    for i in range(numel, -(-numel // WINDOW) * WINDOW):
+        magnitudes[i] = 0
 
 
 @compiled
@@ -96,12 +95,11 @@ def drop_last(magnitudes: Ints, bound: Int, k: Int, picks: Ints, count: Int) -> 
     spare, left = count - k, 0
     for entry in range(count):
         left += magnitudes[entry] < bound
-    kept, dropped_from = 0, left - spare
-    left = 0
+    taken, dropped_from, left = 0, left - spare, 0
     for entry in range(count):
         is_below = magnitudes[entry] < bound
-        picks[kept] = picks[entry]
-        kept += not (is_below and left >= dropped_from)
+        picks[taken] = picks[entry]
+        taken += not (is_below and left >= dropped_from)
         left += is_below
 
 
@@ -111,34 +109,29 @@ def pick_top_k(row: Longs, job: Longs) -> Int:
 
     TOPS has so many BINS of running maxima for each chunk, which are filled here unless the transform did.
     """
-    k, numel, bins = row[t.K], row[t.NUMEL], row[t.BINS]
-    windows = -(-numel // WINDOW)
-    picks = ints_at(job[t.MEMORY], numel + WINDOW)
-    few = ints_at(job[t.MEMORY] + 4 * (numel + WINDOW), numel + 2 * WINDOW)
+    k, numel, bins, windows = row[t.K], row[t.NUMEL], row[t.BINS], -(-row[t.NUMEL] // WINDOW)
+    few_at = job[t.MEMORY] + 4 * (numel + WINDOW)
+    picks, few = ints_at(job[t.MEMORY]), ints_at(few_at)
     for at in range(job[t.FIRST], job[t.LAST]):
         address, chosen = coefs_at(row, job, at), picks_of(row, job, 0, at)
-        values = ints_at(address, numel)
-        if bins:
-            maxima = ints_at(job[t.TOPS] + 4 * bins * (at - job[t.FIRST]), bins)
-            if row[t.FILLS_BINS]:
-                fill_maxima(values, maxima)
-            top = largest_of(maxima)
-            bound = bound_of_largest(maxima.ctypes.data, bins // WINDOW, k, max(0, top - _TWO_OCTAVES), top)
-        else:
-            fill_magnitudes(values, few)
-            address, top = few.ctypes.data, largest_of(few[: windows * WINDOW])
-            bound = bound_of_largest(address, windows, k, max(0, top - _TWO_OCTAVES), top)
+        values, maxima, searched = ints_at(address), job[t.TOPS] + 4 * bins * (at - job[t.FIRST]), bins // WINDOW
+        if bins == 0:
+            fill_magnitudes(values, numel, few)
+            address, maxima, searched = few_at, few_at, windows
+        elif row[t.FILLS_BINS]:
+            fill_maxima(values, numel, ints_at(maxima), bins)
+        top = largest_of(maxima, searched * WINDOW)
         # Zeros are never looked for: where they are needed, the first ones are taken.
-        bound = max(bound, 1)
+        bound = max(bound_of_largest(maxima, searched, k, max(0, top - _TWO_OCTAVES), top), 1)
         count = collect(address, windows, bound, picks)
         if count < k:
-            fill_up_with_zeros(picks, count, chosen)
+            fill_up_with_zeros(picks, count, chosen, k)
             continue
         if count > k:
             for entry in range(count):
                 few[entry] = values[picks[entry]] & _MAGNITUDE
             if bins:
-                count, bound = narrow(few, picks, count, k, bound, top)
+                count, bound = narrow(few_at, picks, count, k, bound, top)
             drop_last(few, bound + 1, k, picks, count)
         for entry in range(k):
             chosen[entry] = picks[entry]
@@ -146,35 +139,35 @@ def pick_top_k(row: Longs, job: Longs) -> Int:
 
 
 @compiled
-def fill_maxima(values: Ints, maxima: Ints) -> None:
-    bins = maxima.size
-    maxima[:] = 0
-    for begin in range(0, values.size - bins + 1, bins):
-        row = values[begin : begin + bins]
+def fill_maxima(values: Ints, numel: Int, maxima: Ints, bins: Int) -> None:
+    for i in range(bins):
+        maxima[i] = 0
+    for begin in range(0, numel - bins + 1, bins):
         for i in range(bins):
             # numba makes int64 of two int32, and half as many fit a vector.
-            size = np.int32(row[i] & _MAGNITUDE)
+            size = np.int32(values[begin + i] & _MAGNITUDE)
             maxima[i] = size if size > maxima[i] else maxima[i]
 
 
 @compiled
-def narrow(few: Ints, picks: Ints, count: Int, k: Int, bound: Int, top: Int) -> tuple[Int, Int]:
+def narrow(few_at: Int, picks: Ints, count: Int, k: Int, bound: Int, top: Int) -> tuple[Int, Int]:
     """Drop the picks that do not reach the bound of the ``k`` largest; return how many are left, and the bound."""
-    windows = -(-count // WINDOW)
-    few[count : windows * WINDOW] = 0
-    bound, kept = bound_of_largest(few.ctypes.data, windows, k, bound, top), 0
+    few, windows, left = ints_at(few_at), -(-count // WINDOW), 0
+    for i in range(count, windows * WINDOW):
+        few[i] = 0
+    bound = bound_of_largest(few_at, windows, k, bound, top)
     for entry in range(count):
         size = few[entry]
-        picks[kept], few[kept] = picks[entry], size
-        kept += size >= bound
-    return kept, bound
+        picks[left], few[left] = picks[entry], size
+        left += size >= bound
+    return left, bound
 
 
 @compiled
-def fill_up_with_zeros(picks: Ints, count: Int, chosen: Ints) -> None:
+def fill_up_with_zeros(picks: Ints, count: Int, chosen: Ints, k: Int) -> None:
     """Choose all picks, and of the other places the first ones."""
-    entry, spare, place, found = 0, chosen.size - count, 0, 0
-    while found < chosen.size:
+    entry, spare, place, found = 0, k - count, 0, 0
+    while found < k:
         if entry < count and (spare == 0 or picks[entry] == place):
             chosen[found] = place = picks[entry]
             entry += 1
@@ -188,10 +181,10 @@ def fill_up_with_zeros(picks: Ints, count: Int, chosen: Ints) -> None:
 @kept
 def count_reaching(row: Longs, job: Longs) -> Int:
     """Count the magnitudes of each chunk that reach a bound."""
-    counts, limit = longs_at(job[t.COUNTS], job[t.LAST]), np.int32(job[t.BOUND])
+    counts, limit = longs_at(job[t.COUNTS]), np.int32(job[t.BOUND])
     for at in range(job[t.FIRST], job[t.LAST]):
-        values, count = ints_at(coefs_at(row, job, at), row[t.NUMEL]), np.int32(0)
-        for i in range(values.size):
+        values, count = ints_at(coefs_at(row, job, at)), np.int32(0)
+        for i in range(row[t.NUMEL]):
             count += np.int32((values[i] & _MAGNITUDE) >= limit)
         counts[at] = count
     return 0
@@ -200,10 +193,10 @@ def count_reaching(row: Longs, job: Longs) -> Int:
 @kept
 def fill_histogram(row: Longs, job: Longs) -> Int:
     """Count magnitudes by the upper half of their bits."""
-    bins = longs_at(job[t.COUNTS], BINS)
+    bins = longs_at(job[t.COUNTS])
     for at in range(job[t.FIRST], job[t.LAST]):
-        values = ints_at(coefs_at(row, job, at), row[t.NUMEL])
-        for i in range(values.size):
+        values = ints_at(coefs_at(row, job, at))
+        for i in range(row[t.NUMEL]):
             bins[(values[i] & _MAGNITUDE) >> BIN_SHIFT] += 1
     return 0
 
@@ -215,18 +208,17 @@ def pick_threshold(row: Longs, job: Longs) -> Int:
     Where more reach it, the last of the threshold's own bin stay.
     """
     numel, windows, tau = row[t.NUMEL], -(-row[t.NUMEL] // WINDOW), row[t.TAU_BITS]
-    picks = ints_at(job[t.MEMORY], numel + WINDOW)
-    few = ints_at(job[t.MEMORY] + 4 * (numel + WINDOW), numel + 2 * WINDOW)
-    above = ((tau >> BIN_SHIFT) + 1) << BIN_SHIFT
+    few_at = job[t.MEMORY] + 4 * (numel + WINDOW)
+    picks, few, above = ints_at(job[t.MEMORY]), ints_at(few_at), ((tau >> BIN_SHIFT) + 1) << BIN_SHIFT
     for at in range(job[t.FIRST], job[t.LAST]):
-        values, chosen = ints_at(coefs_at(row, job, at), numel), picks_of(row, job, 0, at)
-        fill_magnitudes(values, few)
-        count = collect(few.ctypes.data, windows, tau, picks) if tau else collect_all(picks, numel)
+        values, chosen, k = ints_at(coefs_at(row, job, at)), picks_of(row, job, 0, at), entries_in(row, job, 0, at)
+        fill_magnitudes(values, numel, few)
+        count = collect(few_at, windows, tau, picks) if tau else collect_all(picks, numel)
         for entry in range(count):
             few[entry] = values[picks[entry]] & _MAGNITUDE
-        if count > chosen.size:
-            drop_last(few, above, chosen.size, picks, count)
-        for entry in range(chosen.size):
+        if count > k:
+            drop_last(few, above, k, picks, count)
+        for entry in range(k):
             chosen[entry] = picks[entry]
     return 0
 
@@ -268,30 +260,29 @@ def pick_random_k(row: Longs, job: Longs) -> Int:
     while (1 << width) < numel:
         width += 1
     mask, half = np.uint32((1 << width) - 1), np.uint32((width + 1) >> 1)
-    marks, places = (
-        longs_at(job[t.MEMORY], -(-numel // WINDOW)),
-        ints_at(job[t.MEMORY] + 4 * (numel + WINDOW), row[t.K]),
-    )
+    marks, windows = longs_at(job[t.MEMORY]), -(-numel // WINDOW)
+    places = ints_at(job[t.MEMORY] + 4 * (numel + WINDOW))
     for at in range(job[t.FIRST], job[t.LAST]):
         key = mix32(np.uint32(row[t.KEY]) + np.uint32(at) * np.uint32(0x9E3779B9))
         k0, k1 = mix32(key), mix32(np.uint32(key + np.uint32(1)))
         k2, k3 = mix32(np.uint32(key + np.uint32(2))), mix32(np.uint32(key + np.uint32(3)))
-        marks[:] = 0
+        for window in range(windows):
+            marks[window] = 0
         # All once, in vectors; those that leave the chunk again, one by one.
-        for entry in range(places.size):
+        for entry in range(row[t.K]):
             start = np.uint32(row[t.START] + entry)
             start = np.uint32(start - np.uint32(numel)) if start >= np.uint32(numel) else start
             places[entry] = np.int32(permute(start, k0, k1, k2, k3, mask, half))
-        for entry in range(places.size):
+        for entry in range(row[t.K]):
             place = np.uint32(places[entry])
             while place >= np.uint32(numel):
                 place = permute(place, k0, k1, k2, k3, mask, half)
             marks[place >> np.uint32(6)] |= np.int64(np.uint64(1) << np.uint64(place & np.uint32(63)))
         chosen, found = picks_of(row, job, 0, at), 0
-        for word in range(marks.size):
-            bits = np.uint64(marks[word])
+        for window in range(windows):
+            bits = np.uint64(marks[window])
             for _ in range(count_bits(bits)):
-                chosen[found] = WINDOW * word + np.int64(lowest_bit(bits))
+                chosen[found] = WINDOW * window + np.int64(lowest_bit(bits))
                 bits &= bits - np.uint64(1)
                 found += 1
     return 0

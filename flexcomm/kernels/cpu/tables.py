@@ -1,45 +1,40 @@
 """What the loops are given: the numbers of a tensor, and those of a job, addresses included.
 
 A loop is a loop over chunks FIRST to LAST of one tensor. Its arguments are two pointers to plain numbers, so that all
-loops have one signature, and :func:`run_loops` goes through the blocks of a bucket without Python.
+loops have one signature, and :func:`run_loops` goes through the blocks of a bucket without Python. Memory is reached by
+address: numba compiles a pointer in a fraction of the time that it takes for an array.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba.np.numpy_support import carray
 
-from flexcomm.kernels.cpu.codelets import call_loop, pointer_to
-from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Halves, Int, Ints, Longs, compiled, kept
+from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, compiled, kept
+from flexcomm.kernels.cpu.instructions import call_loop, floats_at, ints_at, longs_at
 
-TENSOR = (
-    "X", "STATE", "STATE_OUT", "FACTOR", "KEY", "START",
-    "CHUNKS", "ROWS", "COLS", "CHUNK_ROWS", "CHUNK_COLS", "GRID_COLS", "NUMEL", "K", "FIRST_ENTRY", "TAU_BITS",
-    "CODE", "LOW_BITS", "ENTRY_BITS", "CHUNK_BITS", "INDICES", "SCALES", "VALUES",
-    "VALUE_CODE", "EVERYTHING", "BINS", "FILLS_BINS",
-    "DOWN", "DOWN_STEPS", "DOWN_FACTORS", "DOWN_COUNT", "ALONG", "ALONG_STEPS", "ALONG_FACTORS", "ALONG_COUNT",
-)  # fmt: skip
-"""The columns of a table of tensors.
-
-The first six change from call to call: addresses of tensor and states, the factor of coefficients as the bits of a
-float32, and the sample key. FIRST_ENTRY counts through the table; INDICES, SCALES and VALUES are the words of a buffer
-at which sections begin. Whether EVERYTHING is sent, whether the selection FILLS_BINS itself; the rest are the
-lists of the transform, for columns (DOWN) and rows (ALONG).
-"""
+TENSOR_COLUMNS = 37
 (
     X, STATE, STATE_OUT, FACTOR, KEY, START,
     CHUNKS, ROWS, COLS, CHUNK_ROWS, CHUNK_COLS, GRID_COLS, NUMEL, K, FIRST_ENTRY, TAU_BITS,
     CODE, LOW_BITS, ENTRY_BITS, CHUNK_BITS, INDICES, SCALES, VALUES,
-    VALUE_CODE, EVERYTHING, BINS, FILLS_BINS,
+    VALUE_CODE, EVERYTHING, BINS, FILLS_BINS, FIRST_PASS, LAST_PASS,
     DOWN, DOWN_STEPS, DOWN_FACTORS, DOWN_COUNT, ALONG, ALONG_STEPS, ALONG_FACTORS, ALONG_COUNT,
-) = range(len(TENSOR))  # fmt: skip
+) = range(TENSOR_COLUMNS)  # fmt: skip
+"""The columns of a table of tensors.
 
-JOB = (
-    "FIRST", "LAST", "FAILED", "LIMIT", "DECAY", "SHARE", "WORDS", "NWORDS",
-    "SENDERS", "STARTS", "ROW_PITCH", "COUNTED", "DIVISOR", "EPILOGUE", "LR", "KEEP",
-    "COEFS", "TILES", "TOPS", "MEMORY", "PICKS", "PICK_PITCH", "IS_BLOCK", "SENT", "SENT_PITCH",
-    "BEFORE", "BEFORE_PITCH", "BOUND", "COUNTS",
-)  # fmt: skip
+The first six change from call to call: addresses of tensor and states, the factor of coefficients as the bits of a
+float32, and the sample key. FIRST_ENTRY counts through the table; INDICES, SCALES and VALUES are the words of a buffer
+at which sections begin. Whether EVERYTHING is sent, whether the selection FILLS_BINS itself; FIRST_PASS and LAST_PASS
+are addresses of codelets; the rest are the lists of the transform, for columns (DOWN) and rows (ALONG).
+"""
+
+JOB_NUMBERS = 35
+(
+    FIRST, LAST, FAILED, LIMIT, DECAY, SHARE, WORDS, NWORDS,
+    SENDERS, STARTS, ROW_PITCH, COUNTED, DIVISOR, EPILOGUE, LR, KEEP,
+    COEFS, TILES, TOPS, MEMORY, PICKS, PICK_PITCH, IS_BLOCK, SENT, SENT_PITCH,
+    BEFORE, BEFORE_PITCH, BOUND, COUNTS, SOURCE, TARGET, PITCH, STATE_AT, MAXIMA, AHEAD,
+) = range(JOB_NUMBERS)  # fmt: skip
 """What a loop is told beside a tensor.
 
 Chunks FIRST to LAST, and where a loop that found a problem stopped (FAILED); bits of the float32 DECAY, of the SHARE
@@ -47,15 +42,9 @@ of what is sent that stays in the state, and of LIMIT, which elements must not r
 of the SENDERS where its own begins (STARTS) and its row of the table (ROW_PITCH, 0 if all have the same); whether
 contributors are COUNTED, else the DIVISOR of sums; the epilogue, and the bits of its LR and KEEP. The rest are
 addresses, pitches and lengths: COEFS of a block whose tensor has no state, scratch (TILES, TOPS, MEMORY), PICKS and
-SENT values by sender, of the block alone if IS_BLOCK, how many entries are BEFORE each chunk, and COUNTS of what
-reaches a BOUND.
+SENT values by sender, of the block alone if IS_BLOCK, how many entries are BEFORE each chunk, COUNTS of what
+reaches a BOUND; from SOURCE on, the arguments of a codelet.
 """
-(
-    FIRST, LAST, FAILED, LIMIT, DECAY, SHARE, WORDS, NWORDS,
-    SENDERS, STARTS, ROW_PITCH, COUNTED, DIVISOR, EPILOGUE, LR, KEEP,
-    COEFS, TILES, TOPS, MEMORY, PICKS, PICK_PITCH, IS_BLOCK, SENT, SENT_PITCH,
-    BEFORE, BEFORE_PITCH, BOUND, COUNTS,
-) = range(len(JOB))  # fmt: skip
 
 
 @kept
@@ -68,35 +57,12 @@ def run_loops(table: Longs, blocks: Longs, job: Longs, loops: Longs) -> Int:
     for number in range(blocks.shape[0]):
         job[FIRST], job[LAST] = blocks[number, 1], blocks[number, 2]
         for loop in range(loops.size):
-            problem = call_loop(loops[loop], table.ctypes.data + pitch * blocks[number, 0], job.ctypes.data)
+            problem = call_loop(
+                loops[loop], longs_at(table.ctypes.data + pitch * blocks[number, 0]), longs_at(job.ctypes.data)
+            )
             if problem:
                 return 256 * number + problem
     return 0
-
-
-@compiled
-def floats_at(address: Int, numel: Int) -> Floats:
-    return carray(pointer_to(address), numel, np.float32)
-
-
-@compiled
-def ints_at(address: Int, numel: Int) -> Ints:
-    return carray(pointer_to(address), numel, np.int32)
-
-
-@compiled
-def longs_at(address: Int, numel: Int) -> Longs:
-    return carray(pointer_to(address), numel, np.int64)
-
-
-@compiled
-def halves_at(address: Int, numel: Int) -> Halves:
-    return carray(pointer_to(address), numel, np.uint16)
-
-
-@compiled
-def words_of(job: Longs) -> FullWords:
-    return carray(pointer_to(job[WORDS]), job[NWORDS], np.uint32)
 
 
 @compiled
@@ -107,7 +73,7 @@ def float_of(bits: Int) -> Float:
 @compiled
 def start_of(job: Longs, sender: Int) -> Int:
     """Return the word at which the buffer of a sender begins."""
-    return longs_at(job[STARTS], sender + 1)[sender] if job[STARTS] else 0
+    return longs_at(job[STARTS])[sender] if job[STARTS] else 0
 
 
 @compiled
@@ -122,21 +88,25 @@ def coefs_at(row: Longs, job: Longs, chunk: Int) -> Int:
 def entries_before(row: Longs, job: Longs, sender: Int, chunk: Int) -> Int:
     """Return how many entries of a tensor precede a chunk: BEFORE says, if their number depends on the data."""
     if job[BEFORE]:
-        return longs_at(job[BEFORE], (sender + 1) * job[BEFORE_PITCH])[sender * job[BEFORE_PITCH] + chunk]
+        return longs_at(job[BEFORE])[sender * job[BEFORE_PITCH] + chunk]
     return chunk * row[K]
+
+
+@compiled
+def entries_in(row: Longs, job: Longs, sender: Int, chunk: Int) -> Int:
+    """Return how many entries of a chunk a sender sends."""
+    return entries_before(row, job, sender, chunk + 1) - entries_before(row, job, sender, chunk)
 
 
 @compiled
 def picks_of(row: Longs, job: Longs, sender: Int, chunk: Int) -> Ints:
     """Return the picks of a chunk; a pitch of 0 says that they are the same for all senders."""
-    begin, end = entries_before(row, job, sender, chunk), entries_before(row, job, sender, chunk + 1)
     origin = entries_before(row, job, sender, job[FIRST]) if job[IS_BLOCK] else -row[FIRST_ENTRY]
-    return ints_at(job[PICKS] + 4 * (sender * job[PICK_PITCH] + begin - origin), end - begin)
+    return ints_at(job[PICKS] + 4 * (sender * job[PICK_PITCH] + entries_before(row, job, sender, chunk) - origin))
 
 
 @compiled
 def sent_of(row: Longs, job: Longs, sender: Int, chunk: Int) -> Floats:
     """Return the memory of the values that a sender sent of a chunk of this block."""
-    begin, end = entries_before(row, job, sender, chunk), entries_before(row, job, sender, chunk + 1)
-    origin = entries_before(row, job, sender, job[FIRST])
-    return floats_at(job[SENT] + 4 * (sender * job[SENT_PITCH] + begin - origin), end - begin)
+    entry = entries_before(row, job, sender, chunk) - entries_before(row, job, sender, job[FIRST])
+    return floats_at(job[SENT] + 4 * (sender * job[SENT_PITCH] + entry))

@@ -16,24 +16,10 @@ import numpy as np
 from flexcomm.kernels import butterflies
 from flexcomm.kernels.base import EpilogueKind, Problem
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu.codelets import (
-    LANES,
-    LENGTH,
-    LINE,
-    SQUARE_BINS,
-    dct_columns,
-    dct_flat,
-    dct_rows,
-    dct_rows_of_state,
-    idct_columns,
-    idct_flat,
-    idct_rows,
-    idct_rows_plain_step,
-    idct_rows_sign_step,
-    prefetch,
-)
+from flexcomm.kernels.cpu.codelets import LANES, LENGTH, LINE, SQUARE_BINS
 from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, compiled, kept
-from flexcomm.kernels.cpu.tables import coefs_at, float_of, floats_at, ints_at, picks_of, sent_of
+from flexcomm.kernels.cpu.instructions import call_loop, floats_at, ints_at, longs_at, prefetch
+from flexcomm.kernels.cpu.tables import coefs_at, entries_in, float_of, picks_of, sent_of
 
 SQUARE = LENGTH * LENGTH
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -46,14 +32,22 @@ _BUTTERFLY, _MIX, _SCALE = butterflies.BUTTERFLY, butterflies.MIX, butterflies.S
 
 
 @compiled
-def largest(x: Ints) -> Int:
+def largest(address: Int, numel: Int) -> Int:
     """Return the largest magnitude, as bits."""
-    top = np.int32(0)
-    for i in range(x.size):
+    top, x = np.int32(0), ints_at(address)
+    for i in range(numel):
         # numba makes int64 of two int32, and half as many fit a vector.
         size = np.int32(x[i] & _MAGNITUDE)
         top = size if size > top else top
     return np.int64(top)
+
+
+@compiled
+def clear(address: Int, numel: Int) -> None:
+    """Zero integers, or floats."""
+    numbers = ints_at(address)
+    for i in range(numel):
+        numbers[i] = 0
 
 
 @compiled
@@ -63,21 +57,19 @@ def nonfinite_at(job: Longs, chunk: Int) -> Int:
 
 
 @compiled
-def load_block(x: Floats, begin: Int, pitch: Int, rows: Int, cols: Int, tile: Floats, width: Int) -> None:
-    """Copy a block into rows of a tile, and zeros behind and below."""
-    tile[:] = _ZERO
+def copy_block(source: Int, pitch: Int, target: Int, target_pitch: Int, rows: Int, cols: Int) -> None:
     for i in range(rows):
-        line, row = x[begin + i * pitch : begin + i * pitch + cols], tile[i * width : i * width + cols]
+        line, copied = floats_at(source + 4 * i * pitch), floats_at(target + 4 * i * target_pitch)
         for j in range(cols):
-            row[j] = line[j]
+            copied[j] = line[j]
 
 
 @compiled
 def block_of(row: Longs, chunk: Int) -> tuple[Int, Int, Int]:
-    """Return where a chunk of a matrix begins, and how many of its rows and columns are inside."""
+    """Return the address of a chunk of a matrix, and how many of its rows and columns are inside."""
     top, left = chunk // row[t.GRID_COLS] * row[t.CHUNK_ROWS], chunk % row[t.GRID_COLS] * row[t.CHUNK_COLS]
     return (
-        top * row[t.COLS] + left,
+        row[t.X] + 4 * (top * row[t.COLS] + left),
         min(row[t.CHUNK_ROWS], row[t.ROWS] - top),
         min(row[t.CHUNK_COLS], row[t.COLS] - left),
     )
@@ -95,59 +87,58 @@ def ahead_of(chunk: Int, pitch: Int, lane: Int) -> Int:
 @kept
 def accumulate_square(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of squares of 64 by 64, and their maxima."""
-    decay, factor, base, last = float_of(job[t.DECAY]), float_of(row[t.FACTOR]), row[t.X], row[t.CHUNKS] - 1
-    tile, edge = job[t.TILES], floats_at(job[t.TILES] + 4 * SQUARE, SQUARE)
-    top_of_lanes = ints_at(job[t.TILES] + 8 * SQUARE, LANES)
-    ints_at(job[t.TOPS], (job[t.LAST] - job[t.FIRST]) * SQUARE_BINS)[:] = 0
+    tile, edge, maxima = job[t.TILES], job[t.TILES] + 4 * SQUARE, job[t.TILES] + 8 * SQUARE
+    clear(job[t.TOPS], (job[t.LAST] - job[t.FIRST]) * SQUARE_BINS)
     for at in range(job[t.FIRST], job[t.LAST]):
-        start, rows, cols = block_of(row, at)
-        source, pitch, ahead = base + 4 * start, row[t.COLS], base + 4 * block_of(row, min(at + 1, last))[0]
+        source, rows, cols = block_of(row, at)
+        after, pitch = min(at + 1, row[t.CHUNKS] - 1), row[t.COLS]
+        ahead = block_of(row, after)[0]
         if rows < LENGTH or cols < LENGTH:
-            load_block(floats_at(base, row[t.ROWS] * pitch), start, pitch, rows, cols, edge, LENGTH)
-            source, pitch, ahead = edge.ctypes.data, LENGTH, edge.ctypes.data
-        top_of_lanes[:] = 0
+            clear(edge, SQUARE)
+            copy_block(source, pitch, edge, LENGTH, rows, cols)
+            source, pitch, ahead = edge, LENGTH, edge
+        clear(maxima, LANES)
+        job[t.PITCH], job[t.MAXIMA] = pitch, maxima
         for lane in range(0, LENGTH, LANES):
-            dct_columns(
-                source + 4 * lane, pitch, tile + 4 * lane * LENGTH, LENGTH, 0, top_of_lanes.ctypes.data,
-                ahead_of(ahead, pitch, lane), _ONE, _ONE, _ONE,
-            )  # fmt: skip
-        if largest(top_of_lanes) >= job[t.LIMIT]:
+            job[t.SOURCE], job[t.TARGET] = source + 4 * lane, tile + 4 * lane * LENGTH
+            job[t.AHEAD] = ahead_of(ahead, pitch, lane)
+            call_loop(row[t.FIRST_PASS], row, job)
+        if largest(maxima, LANES) >= job[t.LIMIT]:
             return nonfinite_at(job, at)
-        target, top = coefs_at(row, job, at), job[t.TOPS] + 4 * SQUARE_BINS * (at - job[t.FIRST])
-        state, after = row[t.STATE] + 4 * SQUARE * at, row[t.STATE] + 4 * SQUARE * min(at + 1, last)
+        job[t.MAXIMA] = job[t.TOPS] + 4 * SQUARE_BINS * (at - job[t.FIRST])
         for lane in range(0, LENGTH, LANES):
-            source, into = tile + 4 * lane, target + 4 * lane
-            if row[t.STATE]:
-                then = ahead_of(after, LENGTH, lane)
-                dct_rows_of_state(source, LENGTH, into, 0, state + 4 * lane, top, then, decay, factor, _ONE)
-            else:
-                dct_rows(source, LENGTH, into, 0, 0, top, 0, _ONE, factor, _ONE)
+            job[t.SOURCE], job[t.TARGET] = tile + 4 * lane, coefs_at(row, job, at) + 4 * lane
+            job[t.STATE_AT] = row[t.STATE] + 4 * (SQUARE * at + lane)
+            job[t.AHEAD] = ahead_of(row[t.STATE] + 4 * SQUARE * after, LENGTH, lane)
+            call_loop(row[t.LAST_PASS], row, job)
     return 0
 
 
 @kept
 def accumulate_flat(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of rows of 64."""
-    edge, tile = floats_at(job[t.TILES], LANES * LENGTH), floats_at(job[t.TILES] + 4 * LANES * LENGTH, LANES * LENGTH)
-    x, factor = floats_at(row[t.X], row[t.COLS]), float_of(row[t.FACTOR])
+    edge, tile = job[t.TILES], job[t.TILES] + 4 * LANES * LENGTH
+    job[t.TARGET] = tile
     for at in range(job[t.FIRST], job[t.LAST], LANES):
-        many = min(LANES, job[t.LAST] - at)
-        numel, source = min(row[t.COLS] - at * LENGTH, many * LENGTH), row[t.X] + 4 * at * LENGTH
-        if largest(ints_at(source, numel)) >= job[t.LIMIT]:
+        many, source = min(LANES, job[t.LAST] - at), row[t.X] + 4 * at * LENGTH
+        numel = min(row[t.COLS] - at * LENGTH, many * LENGTH)
+        if largest(source, numel) >= job[t.LIMIT]:
             return nonfinite_at(job, at)
         if numel < LANES * LENGTH:
-            load_block(x, at * LENGTH, 0, 1, numel, edge, 0)
-            source = edge.ctypes.data
-        dct_flat(source, LENGTH, tile.ctypes.data, LENGTH, 0, 0, 0, _ONE, factor, _ONE)
+            clear(edge, LANES * LENGTH)
+            copy_block(source, 0, edge, 0, 1, numel)
+            source = edge
+        job[t.SOURCE] = source
+        call_loop(row[t.FIRST_PASS], row, job)
         add_state(row, job, at, many * LENGTH, _ONE, tile)
     return 0
 
 
 @compiled
-def add_state(row: Longs, job: Longs, chunk: Int, numel: Int, factor: Float, coefs: Floats) -> None:
+def add_state(row: Longs, job: Longs, chunk: Int, numel: Int, factor: Float, coefs: Int) -> None:
     """Fill in coefficients, ``decay * state + factor * coefs``, or without a state the latter."""
     target, state = coefs_at(row, job, chunk), row[t.STATE] + 4 * chunk * row[t.NUMEL]
-    out, given, decay = floats_at(target, numel), coefs[:numel], float_of(job[t.DECAY])
+    out, before, given, decay = floats_at(target), floats_at(state), floats_at(coefs), float_of(job[t.DECAY])
     if row[t.STATE] == 0:
         for i in range(numel):
             out[i] = factor * given[i]
@@ -156,7 +147,6 @@ def add_state(row: Longs, job: Longs, chunk: Int, numel: Int, factor: Float, coe
         for i in range(numel):
             out[i] = decay * out[i] + factor * given[i]
     else:
-        before = floats_at(state, numel)
         for i in range(numel):
             out[i] = decay * before[i] + factor * given[i]
 
@@ -164,50 +154,47 @@ def add_state(row: Longs, job: Longs, chunk: Int, numel: Int, factor: Float, coe
 @kept
 def accumulate_plain(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of chunks that are not transformed."""
-    numel, x, factor = row[t.NUMEL], floats_at(row[t.X], row[t.COLS]), float_of(row[t.FACTOR])
+    numel, factor = row[t.NUMEL], float_of(row[t.FACTOR])
     for at in range(job[t.FIRST], job[t.LAST]):
-        inside = min(numel, row[t.COLS] - at * numel)
-        given = x[at * numel : at * numel + inside]
-        if largest(given.view(np.int32)) >= job[t.LIMIT]:
+        inside, source = min(numel, row[t.COLS] - at * numel), row[t.X] + 4 * at * numel
+        if largest(source, inside) >= job[t.LIMIT]:
             return nonfinite_at(job, at)
         if inside < numel:
-            tile = floats_at(job[t.TILES], numel)
-            load_block(x, at * numel, 0, 1, inside, tile, 0)
-            given = tile
-        add_state(row, job, at, numel, factor, given)
+            clear(job[t.TILES], numel)
+            copy_block(source, 0, job[t.TILES], 0, 1, inside)
+            source = job[t.TILES]
+        add_state(row, job, at, numel, factor, source)
     return 0
 
 
 @compiled
 def transform(
-    source: Floats, rows: Int, lanes: Int, target: Floats, pitches: tuple[Int, Int], row: Longs, at: Int, work: Floats
+    source: Int, rows: Int, lanes: Int, target: Int, row_pitch: Int, lane_pitch: Int, row: Longs, at: Int, work: Int
 ) -> None:
-    """Transform the columns of ``source[rows, lanes]``; ``pitches`` are those of a row and a lane in ``target``.
+    """Transform the columns of ``source[rows, lanes]``; the pitches are those of a row and a lane in ``target``.
 
     The list is in the tensor's columns from ``at`` on: the address of the rows of ``work`` that take the inputs, of
     those that have the outputs, and of how many there are; those of its steps and of their factors; and the number of
     steps.
     """
-    places, count = ints_at(row[at], 2 * rows + 1), row[at + 3]
-    work[: places[2 * rows] * lanes] = _ZERO
+    places, filled = ints_at(row[at]), floats_at(target)
+    clear(work, places[2 * rows] * lanes)
     for i in range(rows):
-        line, taken = source[i * lanes : (i + 1) * lanes], work[places[i] * lanes : (places[i] + 1) * lanes]
-        for j in range(lanes):
-            taken[j] = line[j]
-    apply(work, lanes, ints_at(row[at + 1], 3 * count), floats_at(row[at + 2], 4 * count))
+        copy_block(source + 4 * i * lanes, 0, work + 4 * places[i] * lanes, 0, 1, lanes)
+    apply(work, lanes, ints_at(row[at + 1]), floats_at(row[at + 2]), row[at + 3])
     for i in range(rows):
-        done = work[places[rows + i] * lanes : (places[rows + i] + 1) * lanes]
+        done = floats_at(work + 4 * places[rows + i] * lanes)
         for j in range(lanes):
-            target[i * pitches[0] + j * pitches[1]] = done[j]
+            filled[i * row_pitch + j * lane_pitch] = done[j]
 
 
 @compiled
-def apply(work: Floats, lanes: Int, steps: Ints, factors: Floats) -> None:
+def apply(work: Int, lanes: Int, steps: Ints, factors: Floats, count: Int) -> None:
     """Do the steps of a list on rows."""
-    for number in range(steps.size // 3):
-        code, i, j = steps[3 * number], steps[3 * number + 1] * lanes, steps[3 * number + 2] * lanes
-        x, y, own = work[i : i + lanes], work[j : j + lanes], factors[4 * number : 4 * number + 4]
-        c0, c1, c2, c3 = own[0], own[1], own[2], own[3]
+    for number in range(count):
+        code, own = steps[3 * number], 4 * number
+        x, y = floats_at(work + 4 * steps[3 * number + 1] * lanes), floats_at(work + 4 * steps[3 * number + 2] * lanes)
+        c0, c1, c2, c3 = factors[own], factors[own + 1], factors[own + 2], factors[own + 3]
         if code == _BUTTERFLY:
             for lane in range(lanes):
                 a, b = x[lane], y[lane]
@@ -226,41 +213,39 @@ def apply(work: Floats, lanes: Int, steps: Ints, factors: Floats) -> None:
                 x[lane] += c0 * y[lane]
 
 
+@compiled
+def transpose(source: Int, rows: Int, cols: Int, target: Int) -> None:
+    """Copy a matrix, columns as rows."""
+    given, turned = floats_at(source), floats_at(target)
+    for i in range(rows):
+        for j in range(cols):
+            turned[j * rows + i] = given[i * cols + j]
+
+
 @kept
 def accumulate_any(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of chunks of any size, by lists."""
-    x, factor = floats_at(row[t.X], row[t.ROWS] * row[t.COLS]), float_of(row[t.FACTOR])
     height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], side_by_side(row)
     room = many * row[t.NUMEL]
-    tile, turned = floats_at(job[t.TILES], room), floats_at(job[t.TILES] + 4 * room, room)
-    work = floats_at(job[t.TILES] + 8 * room, work_numel(row))
+    tile, turned, work = job[t.TILES], job[t.TILES] + 4 * room, job[t.TILES] + 8 * room
     for at in range(job[t.FIRST], job[t.LAST], many):
-        start, rows, cols = block_of(row, at)
+        source, rows, cols = block_of(row, at)
         many_here = min(many, job[t.LAST] - at)
         if height == 1:
-            cols = min(many_here * width, row[t.COLS] - start)
-        load_block(x, start, row[t.COLS], rows, cols, tile, width)
-        if largest(tile.view(np.int32)) >= job[t.LIMIT]:
+            cols = min(many_here * width, row[t.COLS] - at * width)
+        clear(tile, room)
+        copy_block(source, row[t.COLS], tile, width, rows, cols)
+        if largest(tile, room) >= job[t.LIMIT]:
             return nonfinite_at(job, at)
         if height == 1:
             # Rows fill a core's vectors together: as columns, one beside the other.
-            for i in range(width):
-                for j in range(many):
-                    turned[i * many + j] = tile[j * width + i]
-            transform(turned, width, many, tile, (1, width), row, t.ALONG, work)
+            transpose(tile, many, width, turned)
+            transform(turned, width, many, tile, 1, width, row, t.ALONG, work)
         else:
-            transform(tile, height, width, turned, (1, height), row, t.DOWN, work)
-            transform(turned, width, height, tile, (height, 1), row, t.ALONG, work)
-        add_state(row, job, at, many_here * row[t.NUMEL], factor, tile)
+            transform(tile, height, width, turned, 1, height, row, t.DOWN, work)
+            transform(turned, width, height, tile, height, 1, row, t.ALONG, work)
+        add_state(row, job, at, many_here * row[t.NUMEL], float_of(row[t.FACTOR]), tile)
     return 0
-
-
-@compiled
-def work_numel(row: Longs) -> Int:
-    """Return how much memory the lists of a chunk's columns and rows work in."""
-    height, width = row[t.CHUNK_ROWS], row[t.CHUNK_COLS]
-    down, along = ints_at(row[t.DOWN], 2 * height + 1)[2 * height], ints_at(row[t.ALONG], 2 * width + 1)[2 * width]
-    return max(down * width, along * max(height, side_by_side(row)))
 
 
 @compiled
@@ -277,37 +262,34 @@ def add_sent(row: Longs, job: Longs) -> Int:
     """Add the SHARE of what the only sender sent of chunks to their states."""
     share = float_of(job[t.SHARE])
     for at in range(job[t.FIRST], job[t.LAST]):
-        coefs, values = floats_at(coefs_at(row, job, at), row[t.NUMEL]), sent_of(row, job, 0, at)
-        if row[t.EVERYTHING]:
-            for i in range(values.size):
-                coefs[i] += share * values[i]
-        else:
-            picks = picks_of(row, job, 0, at)
-            for entry in range(values.size):
-                coefs[picks[entry]] += share * values[entry]
+        coefs, values, count = floats_at(coefs_at(row, job, at)), sent_of(row, job, 0, at), entries_in(row, job, 0, at)
+        picks = picks_of(row, job, 0, at)
+        for entry in range(count):
+            coefs[entry if row[t.EVERYTHING] else picks[entry]] += share * values[entry]
     return 0
 
 
 @compiled
-def add_chunk(row: Longs, job: Longs, chunk: Int, total: Floats, given: Ints, touched: Ints) -> Int:
-    """Add what all senders sent of a chunk to ``total``, which is zero, in their order, and divide.
+def add_chunk(row: Longs, job: Longs, chunk: Int, into: Int, marks: Int, list_at: Int) -> Int:
+    """Add what all senders sent of a chunk to what is ``into``, which is zero, in their order, and divide.
 
-    Returns how many coefficients ``touched`` lists; none, if everything was sent. ``given`` is zero before and after.
+    Returns how many coefficients are listed; none, if everything was sent. ``marks`` are zero before and after.
     """
     places, divisor = 0, np.float32(job[t.DIVISOR])
+    total, given, touched = floats_at(into), ints_at(marks), ints_at(list_at)
     for sender in range(job[t.SENDERS]):
-        values = sent_of(row, job, sender, chunk)
+        values, count = sent_of(row, job, sender, chunk), entries_in(row, job, sender, chunk)
         if row[t.EVERYTHING]:
-            for i in range(values.size):
+            for i in range(count):
                 total[i] += values[i]
             continue
         picks = picks_of(row, job, sender, chunk)
-        for entry in range(values.size):
+        for entry in range(count):
             at = picks[entry]
             total[at] += values[entry]
             touched[places] = at
             places += given[at] == 0
-            given[at] += np.int32(1)
+            given[at] += 1
     if row[t.EVERYTHING] and divisor != _ONE:
         for i in range(row[t.NUMEL]):
             total[i] = total[i] / divisor
@@ -322,14 +304,6 @@ def add_chunk(row: Longs, job: Longs, chunk: Int, total: Floats, given: Ints, to
 
 
 @compiled
-def marks_of(job: Longs, numel: Int) -> tuple[Ints, Ints]:
-    """Return memory for :func:`add_chunk`: counts, which are zero, and a list."""
-    given = ints_at(job[t.MEMORY], numel)
-    given[:] = 0
-    return given, ints_at(job[t.MEMORY] + 4 * numel, numel + 1)
-
-
-@compiled
 def stepped(kind: Int, x: Float, y: Float, lr: Float, keep: Float) -> Float:
     """Return what an element becomes by its average ``y``."""
     if kind == _SIGN_STEP:
@@ -338,69 +312,38 @@ def stepped(kind: Int, x: Float, y: Float, lr: Float, keep: Float) -> Float:
 
 
 @compiled
-def finish(job: Longs, out: Floats, average: Floats) -> None:
+def finish(job: Longs, target: Int, averages: Int, numel: Int) -> None:
     """Do the epilogue of some elements, one behind the other."""
     kind, lr, keep = job[t.EPILOGUE], float_of(job[t.LR]), float_of(job[t.KEEP])
+    out, average = floats_at(target), floats_at(averages)
     # A loop for each kind: only so they fit into vectors.
     if kind == _STORE:
-        for i in range(out.size):
+        for i in range(numel):
             out[i] = average[i]
     elif kind == _SIGN_STEP:
-        for i in range(out.size):
+        for i in range(numel):
             out[i] = stepped(_SIGN_STEP, out[i], average[i], lr, keep)
     else:
-        for i in range(out.size):
+        for i in range(numel):
             out[i] = stepped(_PLAIN_STEP, out[i], average[i], lr, keep)
 
 
 @compiled
-def finish_block(row: Longs, job: Longs, chunk: Int, tile: Floats) -> None:
-    """Do the epilogue of a chunk of a matrix, whose averages are the rows of a tile."""
-    (start, rows, cols), width = block_of(row, chunk), row[t.CHUNK_COLS]
-    out, pitch = floats_at(row[t.X], row[t.ROWS] * row[t.COLS]), row[t.COLS]
-    for i in range(rows):
-        finish(job, out[start + i * pitch : start + i * pitch + cols], tile[i * width : i * width + cols])
-
-
-@compiled
-def sort_columns(total: Floats, touched: Ints, columns: Floats, slots: Longs) -> Int:
+def sort_columns(total: Floats, touched: Ints, count: Int, columns: Floats, slots: Longs) -> Int:
     """Copy the columns of a square that hold something side by side; return how many there are.
 
     ``slots`` are their new places, -1 for the others.
     """
     used = 0
-    for place in range(touched.size):
-        column = touched[place] & (LENGTH - 1)
+    for place in range(count):
+        at = touched[place]
+        column = at & (LENGTH - 1)
         if slots[column] < 0:
             slots[column] = used
             used += 1
-        columns[touched[place] - column + slots[column]] = total[touched[place]]
+        columns[at - column + slots[column]] = total[at]
+        total[at] = _ZERO
     return used
-
-
-@compiled
-def clear_columns(total: Floats, touched: Ints, columns: Floats, slots: Longs, turned: Floats) -> None:
-    """Zero what :func:`sort_columns` filled, and the rows that it became."""
-    for place in range(touched.size):
-        column = touched[place] & (LENGTH - 1)
-        columns[touched[place] - column + slots[column]] = total[touched[place]] = _ZERO
-    for column in range(LENGTH):
-        if slots[column] >= 0:
-            slots[column] = -1
-            turned[column * LENGTH : (column + 1) * LENGTH] = _ZERO
-
-
-@compiled
-def finish_rows(
-    kind: Int, rows: Int, target: Int, pitch: Int, ahead: Int, keep: Float, factor: Float, lr: Float
-) -> None:
-    """Transform some lanes of rows back, and do the epilogue."""
-    if kind == _STORE:
-        idct_rows(rows, LENGTH, target, pitch, 0, 0, ahead, keep, factor, lr)
-    elif kind == _SIGN_STEP:
-        idct_rows_sign_step(rows, LENGTH, target, pitch, 0, 0, ahead, keep, factor, lr)
-    else:
-        idct_rows_plain_step(rows, LENGTH, target, pitch, 0, 0, ahead, keep, factor, lr)
 
 
 @kept
@@ -409,77 +352,103 @@ def decode_square(row: Longs, job: Longs) -> Int:
 
     Columns of a chunk without a coefficient are zero: those with one are transformed side by side, then the rows.
     """
-    tiles, everything, base, last = floats_at(job[t.TILES], 4 * SQUARE), row[t.EVERYTHING], row[t.X], row[t.CHUNKS] - 1
-    total, columns, turned = tiles[:SQUARE], tiles[SQUARE : 2 * SQUARE], tiles[2 * SQUARE : 3 * SQUARE]
-    edge, (given, touched) = tiles[3 * SQUARE :], marks_of(job, SQUARE)
-    slots, places = np.full(LENGTH, -1, np.int64), np.empty(LENGTH + LANES, np.int64)
-    factor, lr, keep = float_of(row[t.FACTOR]), float_of(job[t.LR]), float_of(job[t.KEEP])
-    tiles[: 3 * SQUARE] = _ZERO
+    everything, total, columns = row[t.EVERYTHING], job[t.TILES], job[t.TILES] + 4 * SQUARE
+    turned, edge = columns + 4 * SQUARE, columns + 8 * SQUARE
+    marks, touched = job[t.MEMORY], job[t.MEMORY] + 4 * SQUARE
+    slots, target_list = longs_at(touched + 4 * (SQUARE + LINE)), touched + 4 * (SQUARE + LINE) + 8 * LENGTH
+    targets = longs_at(target_list)
+    clear(total, 3 * SQUARE)
+    clear(marks, SQUARE)
+    for column in range(LENGTH):
+        slots[column] = column if everything else -1
     for at in range(job[t.FIRST], job[t.LAST]):
-        count = add_chunk(row, job, at, total, given, touched)
-        source = total if everything else columns
-        used = LENGTH if everything else sort_columns(total, touched[:count], columns, slots)
-        places[used : used + LANES] = edge.ctypes.data
+        count = add_chunk(row, job, at, total, marks, touched)
+        used = LENGTH
+        if not everything:
+            used = sort_columns(floats_at(total), ints_at(touched), count, floats_at(columns), slots)
+        for lane in range(used, used + LANES):
+            targets[lane] = edge
         for column in range(LENGTH):
-            if everything or slots[column] >= 0:
-                places[column if everything else slots[column]] = turned.ctypes.data + 4 * LENGTH * column
+            if slots[column] >= 0:
+                targets[slots[column]] = turned + 4 * LENGTH * column
         for lane in range(0, used, LANES):
-            columns_at = source.ctypes.data + 4 * lane
-            idct_columns(columns_at, LENGTH, 0, 0, places.ctypes.data + 8 * lane, 0, 0, _ONE, _ONE, _ONE)
-        start, rows, cols = block_of(row, at)
-        is_tensor_blocks = rows == LENGTH and cols == LENGTH
-        kind, target, pitch = job[t.EPILOGUE], base + 4 * start, row[t.COLS]
-        ahead = base + 4 * block_of(row, min(at + 1, last))[0]
-        if not is_tensor_blocks:
-            kind, target, pitch, ahead = _STORE, edge.ctypes.data, LENGTH, edge.ctypes.data
-        for lane in range(0, LENGTH, LANES):
-            rows_at, into, after = turned.ctypes.data + 4 * lane, target + 4 * lane, ahead_of(ahead, pitch, lane)
-            finish_rows(kind, rows_at, into, pitch, after, keep, factor, lr)
-        if not is_tensor_blocks:
-            finish_block(row, job, at, edge)
+            job[t.SOURCE], job[t.TARGET] = (total if everything else columns) + 4 * lane, target_list + 8 * lane
+            call_loop(row[t.FIRST_PASS], row, job)
+        finish_square(row, job, at, turned, edge)
         if everything:
-            total[:] = _ZERO
+            clear(total, SQUARE)
         else:
-            clear_columns(total, touched[:count], columns, slots, turned)
+            forget_columns(ints_at(touched), count, floats_at(columns), slots, turned)
     return 0
+
+
+@compiled
+def finish_square(row: Longs, job: Longs, chunk: Int, turned: Int, edge: Int) -> None:
+    """Transform the rows of a square back, and do the epilogue."""
+    target, rows, cols = block_of(row, chunk)
+    own, pitch, ahead = target, row[t.COLS], block_of(row, min(chunk + 1, row[t.CHUNKS] - 1))[0]
+    is_edge = rows < LENGTH or cols < LENGTH
+    if is_edge:
+        copy_block(target, pitch, edge, LENGTH, rows, cols)
+        own, pitch, ahead = edge, LENGTH, edge
+    job[t.PITCH] = pitch
+    for lane in range(0, LENGTH, LANES):
+        job[t.SOURCE], job[t.TARGET] = turned + 4 * lane, own + 4 * lane
+        job[t.AHEAD] = ahead_of(ahead, pitch, lane)
+        call_loop(row[t.LAST_PASS], row, job)
+    if is_edge:
+        copy_block(edge, LENGTH, target, row[t.COLS], rows, cols)
+
+
+@compiled
+def forget_columns(touched: Ints, count: Int, columns: Floats, slots: Longs, turned: Int) -> None:
+    """Zero what :func:`sort_columns` filled, and the rows that it became."""
+    for place in range(count):
+        column = touched[place] & (LENGTH - 1)
+        columns[touched[place] - column + slots[column]] = _ZERO
+    for column in range(LENGTH):
+        if slots[column] >= 0:
+            slots[column] = -1
+            clear(turned + 4 * column * LENGTH, LENGTH)
 
 
 @kept
 def decode_flat(row: Longs, job: Longs) -> Int:
     """Finish rows of 64."""
-    tile, (given, touched) = floats_at(job[t.TILES], LANES * LENGTH), marks_of(job, LENGTH)
-    out = floats_at(row[t.X], row[t.COLS])
+    tile, marks, touched = job[t.TILES], job[t.MEMORY], job[t.MEMORY] + 4 * LENGTH
+    clear(marks, LENGTH)
+    job[t.SOURCE], job[t.TARGET] = tile, tile
     for at in range(job[t.FIRST], job[t.LAST], LANES):
-        tile[:] = _ZERO
+        clear(tile, LANES * LENGTH)
         many = min(LANES, job[t.LAST] - at)
         for i in range(many):
-            add_chunk(row, job, at + i, tile[i * LENGTH : (i + 1) * LENGTH], given, touched)
-        idct_flat(tile.ctypes.data, LENGTH, tile.ctypes.data, LENGTH, 0, 0, 0, _ONE, float_of(row[t.FACTOR]), _ONE)
-        finish(job, out[at * LENGTH : min((at + many) * LENGTH, row[t.COLS])], tile)
+            add_chunk(row, job, at + i, tile + 4 * i * LENGTH, marks, touched)
+        call_loop(row[t.FIRST_PASS], row, job)
+        finish(job, row[t.X] + 4 * at * LENGTH, tile, min(many * LENGTH, row[t.COLS] - at * LENGTH))
     return 0
 
 
 @compiled
-def step_shared(row: Longs, job: Longs, out: Floats) -> None:
+def step_shared(row: Longs, job: Longs) -> None:
     """Step the elements that all senders sent of chunks; they sent the same ones."""
-    kind, lr, divisor, senders = job[t.EPILOGUE], float_of(job[t.LR]), np.float32(job[t.DIVISOR]), job[t.SENDERS]
+    kind, lr, divisor, count = job[t.EPILOGUE], float_of(job[t.LR]), np.float32(job[t.DIVISOR]), row[t.K]
     for at in range(job[t.FIRST], job[t.LAST]):
         picks, total = picks_of(row, job, 0, at), sent_of(row, job, 0, at)
         if at + 1 < job[t.LAST]:
             ahead = picks_of(row, job, 0, at + 1)
-            for entry in range(ahead.size):
+            for entry in range(count):
                 prefetch(row[t.X] + 4 * ((at + 1) * row[t.NUMEL] + ahead[entry]))
-        for entry in range(total.size):
+        for entry in range(count):
             total[entry] = _ZERO + total[entry]
-        for sender in range(1, senders):
+        for sender in range(1, job[t.SENDERS]):
             values = sent_of(row, job, sender, at)
-            for entry in range(total.size):
+            for entry in range(count):
                 total[entry] += values[entry]
-        chunk = out[at * row[t.NUMEL] : min((at + 1) * row[t.NUMEL], row[t.COLS])]
-        for entry in range(total.size):
+        chunk, inside = floats_at(row[t.X] + 4 * at * row[t.NUMEL]), row[t.COLS] - at * row[t.NUMEL]
+        for entry in range(count):
             index = picks[entry]
             # Zeros behind a tensor's end may be sent, too.
-            if index < chunk.size:
+            if index < inside:
                 average = total[entry] / divisor if divisor != _ONE else total[entry]
                 chunk[index] = stepped(kind, chunk[index], average, lr, _ONE)
 
@@ -487,54 +456,55 @@ def step_shared(row: Longs, job: Longs, out: Floats) -> None:
 @kept
 def decode_plain(row: Longs, job: Longs) -> Int:
     """Finish chunks that are not transformed: a step without weight decay touches only what was sent."""
-    numel, kind, out = row[t.NUMEL], job[t.EPILOGUE], floats_at(row[t.X], row[t.COLS])
-    lr, keep = float_of(job[t.LR]), float_of(job[t.KEEP])
+    numel, kind, lr, keep = row[t.NUMEL], job[t.EPILOGUE], float_of(job[t.LR]), float_of(job[t.KEEP])
     touches_few = kind != _STORE and keep == _ONE and not row[t.EVERYTHING]
-    if touches_few and (job[t.SENDERS] == 1 or job[t.PICK_PITCH] == 0):
-        step_shared(row, job, out)
+    if touches_few and job[t.BEFORE] == 0 and (job[t.SENDERS] == 1 or job[t.PICK_PITCH] == 0):
+        step_shared(row, job)
         return 0
-    tile, (given, touched) = floats_at(job[t.TILES], numel), marks_of(job, numel)
-    tile[:] = _ZERO
+    tile, marks, list_at = job[t.TILES], job[t.MEMORY], job[t.MEMORY] + 4 * numel
+    average, touched = floats_at(tile), ints_at(list_at)
+    clear(tile, numel)
+    clear(marks, numel)
     for at in range(job[t.FIRST], job[t.LAST]):
-        chunk = out[at * numel : min((at + 1) * numel, row[t.COLS])]
-        count = add_chunk(row, job, at, tile, given, touched)
+        target, inside = row[t.X] + 4 * at * numel, min(numel, row[t.COLS] - at * numel)
+        count, chunk = add_chunk(row, job, at, tile, marks, list_at), floats_at(target)
         if not touches_few:
-            finish(job, chunk, tile)
-            tile[:] = _ZERO
+            finish(job, target, tile, inside)
+            clear(tile, numel)
             continue
         for place in range(count):
             index = touched[place]
-            if index < chunk.size:
-                chunk[index] = stepped(kind, chunk[index], tile[index], lr, keep)
-            tile[index] = _ZERO
+            if index < inside:
+                chunk[index] = stepped(kind, chunk[index], average[index], lr, keep)
+            average[index] = _ZERO
     return 0
 
 
 @kept
 def decode_any(row: Longs, job: Longs) -> Int:
     """Finish chunks of any size, by lists; they are those that lead back."""
-    numel, out, factor = row[t.NUMEL], floats_at(row[t.X], row[t.ROWS] * row[t.COLS]), float_of(row[t.FACTOR])
+    numel, factor, pitch = row[t.NUMEL], float_of(row[t.FACTOR]), row[t.COLS]
     height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], side_by_side(row)
     room = many * numel
-    tile, turned = floats_at(job[t.TILES], room), floats_at(job[t.TILES] + 4 * room, room)
-    work = floats_at(job[t.TILES] + 8 * room, work_numel(row))
-    given, touched = marks_of(job, numel)
+    tile, turned, work = job[t.TILES], job[t.TILES] + 4 * room, job[t.TILES] + 8 * room
+    marks, touched, averages = job[t.MEMORY], job[t.MEMORY] + 4 * numel, floats_at(tile)
+    clear(marks, numel)
     for at in range(job[t.FIRST], job[t.LAST], many):
-        tile[:] = _ZERO
+        clear(tile, room)
         many_here = min(many, job[t.LAST] - at)
         for i in range(many_here):
-            add_chunk(row, job, at + i, tile[i * numel : (i + 1) * numel], given, touched)
+            add_chunk(row, job, at + i, tile + 4 * i * numel, marks, touched)
         if height == 1:
-            for i in range(many * width):
-                turned[i % width * many + i // width] = tile[i]
-            transform(turned, width, many, tile, (1, width), row, t.ALONG, work)
+            transpose(tile, many, width, turned)
+            transform(turned, width, many, tile, 1, width, row, t.ALONG, work)
         else:
-            transform(tile, width, height, turned, (1, width), row, t.ALONG, work)
-            transform(turned, height, width, tile, (width, 1), row, t.DOWN, work)
+            transform(tile, width, height, turned, 1, width, row, t.ALONG, work)
+            transform(turned, height, width, tile, width, 1, row, t.DOWN, work)
         for i in range(room):
-            tile[i] = tile[i] * factor
+            averages[i] = averages[i] * factor
+        target, rows, cols = block_of(row, at)
         if height == 1:
-            finish(job, out[at * width : min((at + many_here) * width, row[t.COLS])], tile)
-        else:
-            finish_block(row, job, at, tile)
+            cols = min(many_here * width, pitch - at * width)
+        for i in range(rows):
+            finish(job, target + 4 * i * pitch, tile + 4 * i * width, cols)
     return 0

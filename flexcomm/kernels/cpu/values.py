@@ -1,6 +1,8 @@
-"""Value codes. Each ``put_`` writes what was taken of a chunk, and leaves in its place what was not sent of it."""
+"""Value codes: a loop writes what was picked of chunks and leaves what was not sent of it, another one reads it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,36 +19,19 @@ from flexcomm.kernels.cpu.bits import (
     sum_magnitudes,
     to_bits,
 )
-from flexcomm.kernels.cpu.compiler import Bytes, Float, Floats, FullWords, Halves, Int, Longs, compiled, kept
-from flexcomm.kernels.cpu.tables import (
-    coefs_at,
-    entries_before,
-    float_of,
-    floats_at,
-    halves_at,
-    picks_of,
-    sent_of,
-    start_of,
-    words_of,
-)
+from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Longs, compiled, kept
+from flexcomm.kernels.cpu.instructions import bytes_at, floats_at, halves_at, ints_at, words_at
+from flexcomm.kernels.cpu.tables import coefs_at, entries_before, entries_in, float_of, picks_of, sent_of, start_of
 from flexcomm.kernels.plan import ValueCode
 
-_FP32, _BF16, _FP16 = int(ValueCode.FP32), int(ValueCode.BF16), int(ValueCode.FP16)
-_INT8, _SIGN, _SIGN2 = int(ValueCode.INT8), int(ValueCode.SIGN), int(ValueCode.SIGN2)
-CODES = (ValueCode.FP32, ValueCode.BF16, ValueCode.FP16, ValueCode.INT8, ValueCode.SIGN, ValueCode.SIGN2)
-"""Those that the functions below have a branch for, in the order of their numbers, which index the lists below.
-
-Codes above FP16 have scales: ``put_scaled`` and ``get_scaled`` know them. Plans with others are refused before.
-"""
-_SCALES = tuple(code.format.scales for code in CODES)
-_MASKS = tuple(code.format.nonfinite_mask for code in CODES)
-_SIGN2_BITS = 3
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = np.int32(0x7F800000)
 _LARGEST_FP16 = 0x7BFF
 _SCALE_INFINITY = 0x7F80
 _ZERO = np.float32(0.0)
 _STATE, _SCALE, _VALUE = int(Problem.STATE), int(Problem.SCALE), int(Problem.VALUE)
+_SIGN2_BITS = 3
+_SIGN2_AT_ONCE = 21
 
 
 @compiled
@@ -57,121 +42,162 @@ def rest_of(picked: Float, sent: Float, share: Float) -> Float:
 
 
 @compiled
-def take(row: Longs, job: Longs, chunk: Int, coefs: Floats) -> Floats:
-    """Return what is picked of a chunk, in scratch memory; all of it, where it is, if everything is sent."""
-    if row[t.EVERYTHING]:
-        return coefs
-    picks = picks_of(row, job, 0, chunk)
-    taken = floats_at(job[t.TILES], picks.size)
-    for entry in range(picks.size):
-        taken[entry] = coefs[picks[entry]]
-    return taken
+def values_at(row: Longs, job: Longs, sender: Int, chunk: Int, width: Int) -> Int:
+    """Return the bit of the buffers at which the values of a chunk begin, so many bits each."""
+    # Where lengths vary, payloads of each sender are at other places.
+    section = start_of(job, sender) + row[sender * job[t.ROW_PITCH] + t.VALUES]
+    return 32 * section + width * entries_before(row, job, sender, chunk)
 
 
 @compiled
-def put_back(row: Longs, job: Longs, chunk: Int, coefs: Floats, taken: Floats) -> None:
+def scales_at(row: Longs, job: Longs, sender: Int, chunk: Int, count: Int) -> Int:
+    """Return the address of the scales of a chunk, so many for each."""
+    section = start_of(job, sender) + row[sender * job[t.ROW_PITCH] + t.SCALES]
+    return job[t.WORDS] + 4 * section + 2 * count * chunk
+
+
+@compiled
+def take(row: Longs, job: Longs, chunk: Int, count: Int) -> Int:
+    """Return the address of what is picked of a chunk: scratch memory, or where it is, if everything is sent."""
+    if row[t.EVERYTHING]:
+        return coefs_at(row, job, chunk)
+    coefs, picks, taken = floats_at(coefs_at(row, job, chunk)), picks_of(row, job, 0, chunk), floats_at(job[t.TILES])
+    for entry in range(count):
+        taken[entry] = coefs[picks[entry]]
+    return job[t.TILES]
+
+
+@compiled
+def put_back(row: Longs, job: Longs, chunk: Int, count: Int) -> None:
     """Put what was not sent where it was picked."""
     if row[t.EVERYTHING]:
         return
-    picks = picks_of(row, job, 0, chunk)
-    for entry in range(picks.size):
+    coefs, picks, taken = floats_at(coefs_at(row, job, chunk)), picks_of(row, job, 0, chunk), floats_at(job[t.TILES])
+    for entry in range(count):
         coefs[picks[entry]] = taken[entry]
 
 
 @compiled
-def is_nonfinite(taken: Floats) -> Int:
-    bits, top = taken.view(np.int32), np.int32(0)
-    for entry in range(bits.size):
-        top = max(top, bits[entry] & np.int32(_MAGNITUDE))
+def is_nonfinite(address: Int, count: Int) -> Int:
+    bits, top = ints_at(address), np.int32(0)
+    for entry in range(count):
+        size = np.int32(bits[entry] & np.int32(_MAGNITUDE))
+        top = size if size > top else top
     return top >= _INFINITY
 
 
-@kept
-def put_floats(row: Longs, job: Longs) -> Int:
-    """Write what is picked of chunks as floats, unless it is not finite."""
-    code, share, values = row[t.VALUE_CODE], float_of(job[t.SHARE]), job[t.WORDS] + 4 * row[t.VALUES]
+@compiled
+def put_chunks(row: Longs, job: Longs, put: Callable[..., None]) -> Int:
+    """Write what is picked of chunks by a code, unless it is not finite; what was not sent stays in its place."""
     for at in range(job[t.FIRST], job[t.LAST]):
-        coefs = floats_at(coefs_at(row, job, at), row[t.NUMEL])
-        taken = take(row, job, at, coefs)
-        if is_nonfinite(taken):
+        count = entries_in(row, job, 0, at)
+        taken = take(row, job, at, count)
+        if is_nonfinite(taken, count):
             job[t.FAILED] = at
             return _STATE
-        entry = entries_before(row, job, 0, at)
-        if code == _FP32:
-            put_fp32(floats_at(values + 4 * entry, taken.size), taken, share)
-        else:
-            put_halves(halves_at(values + 2 * entry, taken.size), taken, share, code)
-        put_back(row, job, at, coefs, taken)
+        put(row, job, at, taken, count)
+        put_back(row, job, at, count)
     return 0
 
 
 @compiled
-def put_fp32(sent: Floats, taken: Floats, share: Float) -> None:
-    for entry in range(taken.size):
+def get_chunks(row: Longs, job: Longs, get: Callable[..., None]) -> Int:
+    """Fill in the values that all senders sent of chunks, by a code."""
+    for sender in range(job[t.SENDERS]):
+        for at in range(job[t.FIRST], job[t.LAST]):
+            get(row, job, sender, at, sent_of(row, job, sender, at), entries_in(row, job, sender, at))
+    return 0
+
+
+# --- floats -----------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def put_fp32(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
+    taken, share = floats_at(address), float_of(job[t.SHARE])
+    sent = floats_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 32) >> 3))
+    for entry in range(count):
         sent[entry] = taken[entry]
         taken[entry] = rest_of(taken[entry], taken[entry], share)
 
 
 @compiled
-def put_halves(halves: Halves, taken: Floats, share: Float, code: Int) -> None:
-    for entry in range(taken.size):
+def put_bf16(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
+    taken, share = floats_at(address), float_of(job[t.SHARE])
+    halves = halves_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 16) >> 3))
+    for entry in range(count):
         word = to_bits(taken[entry])
-        sign, magnitude = (word >> 16) & 0x8000, word & _MAGNITUDE
-        if code == _BF16:
-            half = sign | saturated_bf16(magnitude)
-            sent = from_bits(half << 16)
-        else:
-            half = sign | min(fp16_bits(magnitude), _LARGEST_FP16)
-            sent = fp16_value(half)
+        half = ((word >> 16) & 0x8000) | saturated_bf16(word & _MAGNITUDE)
         halves[entry] = half
-        taken[entry] = rest_of(taken[entry], sent, share)
-
-
-@kept
-def put_scaled(row: Longs, job: Longs) -> Int:
-    """Do what :func:`put_floats` does, by codes that have scales."""
-    words, code, share = words_of(job), row[t.VALUE_CODE], float_of(job[t.SHARE])
-    halves, octets = words.view(np.uint16), words.view(np.int8)
-    for at in range(job[t.FIRST], job[t.LAST]):
-        coefs = floats_at(coefs_at(row, job, at), row[t.NUMEL])
-        taken = take(row, job, at, coefs)
-        if is_nonfinite(taken):
-            job[t.FAILED] = at
-            return _STATE
-        entry, scale = entries_before(row, job, 0, at), 2 * row[t.SCALES] + at
-        if code == _INT8:
-            put_int8(octets[4 * row[t.VALUES] + entry :], halves, scale, taken, share)
-        elif code == _SIGN:
-            put_sign(words, 32 * row[t.VALUES] + entry, halves, scale, taken, share)
-        elif code == _SIGN2:
-            put_sign2(words, 32 * row[t.VALUES] + _SIGN2_BITS * entry, halves, scale + at, taken, share)
-        put_back(row, job, at, coefs, taken)
-    return 0
+        taken[entry] = rest_of(taken[entry], from_bits(half << 16), share)
 
 
 @compiled
-def put_scale(scales: Halves, place: Int, code: Int) -> Float:
+def put_fp16(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
+    taken, share = floats_at(address), float_of(job[t.SHARE])
+    halves = halves_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 16) >> 3))
+    for entry in range(count):
+        word = to_bits(taken[entry])
+        half = ((word >> 16) & 0x8000) | min(fp16_bits(word & _MAGNITUDE), _LARGEST_FP16)
+        halves[entry] = half
+        taken[entry] = rest_of(taken[entry], fp16_value(half), share)
+
+
+@compiled
+def get_fp32(row: Longs, job: Longs, sender: Int, chunk: Int, sent: Floats, count: Int) -> None:
+    full = floats_at(job[t.WORDS] + (values_at(row, job, sender, chunk, 32) >> 3))
+    for i in range(count):
+        sent[i] = full[i]
+
+
+@compiled
+def get_bf16(row: Longs, job: Longs, sender: Int, chunk: Int, sent: Floats, count: Int) -> None:
+    halves = halves_at(job[t.WORDS] + (values_at(row, job, sender, chunk, 16) >> 3))
+    for i in range(count):
+        sent[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16)).view(np.float32)
+
+
+@compiled
+def get_fp16(row: Longs, job: Longs, sender: Int, chunk: Int, sent: Floats, count: Int) -> None:
+    halves = halves_at(job[t.WORDS] + (values_at(row, job, sender, chunk, 16) >> 3))
+    for i in range(count):
+        sent[i] = fp16_value(np.int64(halves[i]))
+
+
+# --- codes with scales ------------------------------------------------------------------------------------------------
+
+
+@compiled
+def put_scale(address: Int, code: Int) -> Float:
     """Write a bfloat16 scale; return it as the receiver will read it."""
-    scales[place] = code
+    halves_at(address)[0] = code
     return from_bits(code << 16)
 
 
 @compiled
-def put_int8(levels: Bytes, scales: Halves, place: Int, taken: Floats, share: Float) -> None:
-    largest = _ZERO
-    for entry in range(taken.size):
+def scale_at(address: Int) -> Float:
+    return from_bits(np.int64(halves_at(address)[0]) << 16)
+
+
+@compiled
+def put_int8(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
+    taken, share, largest = floats_at(address), float_of(job[t.SHARE]), _ZERO
+    levels = bytes_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 8) >> 3))
+    for entry in range(count):
         largest = max(largest, abs(taken[entry]))
-    scale = put_scale(scales, place, bf16_up(to_bits(largest / np.float32(127.0))))
-    for entry in range(taken.size):
+    scale = put_scale(scales_at(row, job, 0, chunk, 1), bf16_up(to_bits(largest / np.float32(127.0))))
+    for entry in range(count):
         level = np.int8(np.rint(taken[entry] / scale)) if scale != _ZERO else np.int8(0)
         levels[entry] = level
         taken[entry] = rest_of(taken[entry], np.float32(level) * scale, share)
 
 
 @compiled
-def put_sign(words: FullWords, position: Int, scales: Halves, place: Int, taken: Floats, share: Float) -> None:
-    bits, count = taken.view(np.uint32), taken.size
-    scale = put_scale(scales, place, saturated_bf16(to_bits(sum_magnitudes(taken) / np.float32(max(count, 1)))))
+def put_sign(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
+    words, position, share = words_at(job[t.WORDS]), values_at(row, job, 0, chunk, 1), float_of(job[t.SHARE])
+    taken, bits = floats_at(address), words_at(address)
+    mean = sum_magnitudes(taken, count, floats_at(job[t.MEMORY])) / np.float32(max(count, 1))
+    scale = put_scale(scales_at(row, job, 0, chunk, 1), saturated_bf16(to_bits(mean)))
     for begin in range(0, count, 32):
         width, signs = min(32, count - begin), np.uint32(0)
         for entry in range(width):
@@ -183,18 +209,19 @@ def put_sign(words: FullWords, position: Int, scales: Halves, place: Int, taken:
 
 
 @compiled
-def put_sign2(words: FullWords, position: Int, scales: Halves, place: Int, taken: Floats, share: Float) -> None:
-    if taken.size == 0:
+def put_sign2(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
+    if count == 0:
         return
+    words, position = words_at(job[t.WORDS]), values_at(row, job, 0, chunk, _SIGN2_BITS)
+    taken, share, scales = floats_at(address), float_of(job[t.SHARE]), scales_at(row, job, 0, chunk, 2)
     least, largest = np.int64(_MAGNITUDE), np.int64(0)
-    for entry in range(taken.size):
+    for entry in range(count):
         magnitude = to_bits(taken[entry]) & _MAGNITUDE
         least, largest = min(least, magnitude), max(largest, magnitude)
-    base = put_scale(scales, place, least >> 16)
-    step = put_scale(scales, place + 1, bf16_up(to_bits((from_bits(largest) - base) / np.float32(3.0))))
-    at_once = 21
-    for begin in range(0, taken.size, at_once):
-        many, window = min(at_once, taken.size - begin), np.uint64(0)
+    base = put_scale(scales, least >> 16)
+    step = put_scale(scales + 2, bf16_up(to_bits((from_bits(largest) - base) / np.float32(3.0))))
+    for begin in range(0, count, _SIGN2_AT_ONCE):
+        many, window = min(_SIGN2_AT_ONCE, count - begin), np.uint64(0)
         for entry in range(many):
             value = taken[begin + entry]
             negative = to_bits(value) >> 31
@@ -206,70 +233,31 @@ def put_sign2(words: FullWords, position: Int, scales: Halves, place: Int, taken
 
 
 @compiled
-def scale_at(halves: Halves, place: Int) -> Float:
-    return from_bits(np.int64(halves[place]) << 16)
-
-
-@kept
-def get_values(row: Longs, job: Longs) -> Int:
-    """Fill in the values that all senders sent of chunks."""
-    for sender in range(job[t.SENDERS]):
-        # Where lengths vary, payloads of each sender are at other places.
-        own, start = sender * job[t.ROW_PITCH], start_of(job, sender)
-        values, scales = start + row[own + t.VALUES], start + row[own + t.SCALES]
-        for at in range(job[t.FIRST], job[t.LAST]):
-            entry, sent = entries_before(row, job, sender, at), sent_of(row, job, sender, at)
-            if row[t.VALUE_CODE] <= _FP16:
-                get_floats(job[t.WORDS] + 4 * values, row[t.VALUE_CODE], entry, sent)
-            else:
-                get_scaled(words_of(job), row[t.VALUE_CODE], values, entry, scales, at, sent)
-    return 0
+def get_int8(row: Longs, job: Longs, sender: Int, chunk: Int, sent: Floats, count: Int) -> None:
+    levels = bytes_at(job[t.WORDS] + (values_at(row, job, sender, chunk, 8) >> 3))
+    scale = scale_at(scales_at(row, job, sender, chunk, 1))
+    for i in range(count):
+        sent[i] = np.float32(levels[i]) * scale
 
 
 @compiled
-def get_floats(values: Int, code: Int, entry: Int, sent: Floats) -> None:
-    if code == _FP32:
-        full = floats_at(values + 4 * entry, sent.size)
-        for i in range(sent.size):
-            sent[i] = full[i]
-        return
-    half = halves_at(values + 2 * entry, sent.size)
-    if code == _BF16:
-        for i in range(sent.size):
-            sent[i] = np.uint32(np.uint32(half[i]) << np.uint32(16)).view(np.float32)
-    else:
-        for i in range(sent.size):
-            sent[i] = fp16_value(np.int64(half[i]))
-
-
-@compiled
-def get_scaled(words: FullWords, code: Int, values: Int, entry: Int, scales: Int, chunk: Int, sent: Floats) -> None:
-    halves, scale = words.view(np.uint16), 2 * scales + chunk
-    if code == _INT8:
-        levels, factor = words.view(np.int8), scale_at(halves, scale)
-        for i in range(sent.size):
-            sent[i] = np.float32(levels[4 * values + entry + i]) * factor
-    elif code == _SIGN:
-        get_signs(words, 32 * values + entry, scale_at(halves, scale), sent)
-    elif code == _SIGN2:
-        base, step = scale_at(halves, scale + chunk), scale_at(halves, scale + chunk + 1)
-        get_levels(words, 32 * values + _SIGN2_BITS * entry, base, step, sent)
-
-
-@compiled
-def get_signs(words: FullWords, position: Int, scale: Float, sent: Floats) -> None:
-    for begin in range(0, sent.size, 32):
-        width = min(32, sent.size - begin)
+def get_sign(row: Longs, job: Longs, sender: Int, chunk: Int, sent: Floats, count: Int) -> None:
+    words, position = words_at(job[t.WORDS]), values_at(row, job, sender, chunk, 1)
+    scale = scale_at(scales_at(row, job, sender, chunk, 1))
+    for begin in range(0, count, 32):
+        width = min(32, count - begin)
         signs = np.int64(get_window(words, position + begin, width))
         for entry in range(width):
             sent[begin + entry] = -scale if (signs >> entry) & 1 else scale
 
 
 @compiled
-def get_levels(words: FullWords, position: Int, base: Float, step: Float, sent: Floats) -> None:
-    at_once = 21
-    for begin in range(0, sent.size, at_once):
-        many = min(at_once, sent.size - begin)
+def get_sign2(row: Longs, job: Longs, sender: Int, chunk: Int, sent: Floats, count: Int) -> None:
+    words, position = words_at(job[t.WORDS]), values_at(row, job, sender, chunk, _SIGN2_BITS)
+    scales = scales_at(row, job, sender, chunk, 2)
+    base, step = scale_at(scales), scale_at(scales + 2)
+    for begin in range(0, count, _SIGN2_AT_ONCE):
+        many = min(_SIGN2_AT_ONCE, count - begin)
         window = np.int64(get_window(words, position + _SIGN2_BITS * begin, _SIGN2_BITS * many))
         for entry in range(many):
             code = (window >> (_SIGN2_BITS * entry)) & 7
@@ -277,23 +265,52 @@ def get_levels(words: FullWords, position: Int, base: Float, step: Float, sent: 
             sent[begin + entry] = -magnitude if code & 1 else magnitude
 
 
+# --- the loops --------------------------------------------------------------------------------------------------------
+
+
+def _loops(put: Callable[..., None], get: Callable[..., None]) -> tuple[Callable[..., Int], Callable[..., Int]]:
+    """Return the loops that write and read chunks by a code; each is compiled when it is used first."""
+
+    def put_loop(row: Longs, job: Longs) -> Int:
+        return put_chunks(row, job, put)
+
+    def get_loop(row: Longs, job: Longs) -> Int:
+        return get_chunks(row, job, get)
+
+    for loop, code in ((put_loop, put), (get_loop, get)):
+        loop.__name__ = loop.__qualname__ = f"{code.__name__}_chunks"
+    return kept(put_loop), kept(get_loop)
+
+
+CODES = {
+    ValueCode.FP32: _loops(put_fp32, get_fp32),
+    ValueCode.BF16: _loops(put_bf16, get_bf16),
+    ValueCode.FP16: _loops(put_fp16, get_fp16),
+    ValueCode.INT8: _loops(put_int8, get_int8),
+    ValueCode.SIGN: _loops(put_sign, get_sign),
+    ValueCode.SIGN2: _loops(put_sign2, get_sign2),
+}
+"""The loops by code: what writes, and what reads. Plans with other codes are refused before."""
+_SCALES = tuple(code.format.scales for code in CODES)
+_MASKS = tuple(code.format.nonfinite_mask for code in CODES)
+
+
 @kept
 def check_values(row: Longs, job: Longs) -> Int:
     """Check that the scales and values of all chunks of one sender's tensor are finite."""
-    words, wrong = words_of(job), np.int32(0)
-    halves, code, begin = words.view(np.uint16), row[t.VALUE_CODE], 2 * (start_of(job, 0) + row[t.SCALES])
-    scales = _SCALES[code] * row[t.CHUNKS]
-    for place in range(begin, begin + scales):
-        wrong |= np.int32(halves[place] >= _SCALE_INFINITY)
+    code, wrong = row[t.VALUE_CODE], np.int32(0)
+    scales, count = halves_at(scales_at(row, job, 0, 0, 1)), _SCALES[code] * row[t.CHUNKS]
+    for place in range(count):
+        wrong |= np.int32(scales[place] >= _SCALE_INFINITY)
     if wrong:
         return _SCALE
-    values, entries = start_of(job, 0) + row[t.VALUES], entries_before(row, job, 0, row[t.CHUNKS])
-    if code == _FP32:
-        full, infinite = words[values : values + entries], np.uint32(_MASKS[code])
-        for entry in range(full.size):
-            wrong |= np.int32((full[entry] & infinite) == infinite)
+    section = job[t.WORDS] + 4 * (start_of(job, 0) + row[t.VALUES])
+    entries, full, half = entries_before(row, job, 0, row[t.CHUNKS]), words_at(section), halves_at(section)
+    if code == 0:
+        for entry in range(entries):
+            wrong |= np.int32((full[entry] & np.uint32(_MASKS[0])) == np.uint32(_MASKS[0]))
     elif _MASKS[code]:
-        half, infinite_half = halves[2 * values : 2 * values + entries], np.uint16(_MASKS[code])
-        for entry in range(half.size):
-            wrong |= np.int32((half[entry] & infinite_half) == infinite_half)
+        mask = np.uint16(_MASKS[code])
+        for entry in range(entries):
+            wrong |= np.int32((half[entry] & mask) == mask)
     return _VALUE if wrong else 0
