@@ -1,7 +1,6 @@
 """What is sent of a tensor, how tensors are cut into shards, and the layout of a bucket's buffer, all from shapes.
 
-Tensors are cut between chunks, so every chunk is what it would be uncut. The cuts follow from the tensor's own plan and
-name and from the number of ranks, never from the other tensors of its bucket: bucketing changes nothing.
+Tensors are cut between chunks, by their own plan and name and the number of ranks: bucketing changes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -52,23 +50,7 @@ def is_dense(plan: TensorPlan) -> bool:
 
 def plan_buffer(specs: Sequence[TensorSpec], compressor: Compressor) -> BufferPlan:
     """Return how these tensors share a buffer. A tensor that would be longer than if sent whole is sent whole."""
-    try:
-        hash(compressor)
-    except TypeError as error:
-        raise CompressorError(
-            f"{compressor} cannot be hashed ({error}), but plans are kept by the settings they follow from: make "
-            f"{type(compressor).__name__} a dataclass(frozen=True) of settings that can be."
-        ) from error
-    return _plan_buffer(tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs), compressor)
-
-
-@lru_cache(maxsize=1024)
-def _plan_buffer(specs: tuple[TensorSpec, ...], compressor: Compressor) -> BufferPlan:
-    names = [spec.name for spec in specs]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise CompressorError(f"several tensors of one bucket are called {', '.join(twice)}: give each its own name.")
-    return assemble_buffer(specs, tuple(plan_tensor(spec, compressor) for spec in specs))
+    return assemble_buffer(tuple(specs), tuple(plan_tensor(spec, compressor) for spec in specs))
 
 
 def assemble_buffer(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> BufferPlan:
@@ -99,6 +81,10 @@ class TensorShard(NamedTuple):
     first: int
     last: int
     first_chunk: int
+
+    @property
+    def numel(self) -> int:
+        return self.last - self.first
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this shard of a tensor: a view, if the tensor is contiguous."""

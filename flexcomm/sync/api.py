@@ -54,7 +54,7 @@ def hierarchical_sync(
             nodes that sent it.
         algorithm: how buckets cross between nodes; ``"auto"`` takes the one that sends the fewest bytes.
         nonfinite: what NaN, infinity or a magnitude of 2**100 on any rank does on all ranks: ``"raise"``; ``"skip"``
-            the call, so that outputs are zero and residuals stay; or count as ``"zero"``.
+            the call, so that all outputs are zero and residuals stay; ``"zero"``: only such elements count as zero.
         bucket_bytes: dense bytes of the tensors that travel together in one collective; None: all tensors of a dtype.
         out: where the averages are written, instead of new tensors: shaped as the inputs, contiguous, in memory of
             their own.
@@ -172,14 +172,15 @@ def plan_sync(
 
     """
     topology, device = world.topology, _device_of(tensors)
-    ranks, rank = (world.intra.size, world.intra.rank) if all_ranks else (1, 0)
+    local_size, local_rank = (world.intra.size, world.intra.rank) if all_ranks else (1, 0)
     groups = topology.inter_groups if all_ranks else [topology.inter_groups[topology.local_rank]]
     return SyncPlan(
         SyncSettings(_specs_of(tensors, names), compressor, average, algorithm, nonfinite, bucket_bytes, has_residuals),
         device,
         world.inter.size,
-        ranks,
-        rank,
+        world.inter.rank,
+        local_size,
+        local_rank,
         all_ranks,
         in_background and can_run_in_background(world, device),
         in_background,
@@ -199,7 +200,7 @@ def start_planned(
     """Start a call whose plan was made by :func:`plan_sync`, for tensors of the same shapes and dtypes.
 
     Args:
-        plan: what follows from shapes and arguments.
+        plan: made in the same world.
         tensors: as many as were planned, in the same order.
         world: the world of the plan.
         residuals: given if and only if the plan was made with ``has_residuals``.
@@ -207,12 +208,10 @@ def start_planned(
         out: as for :func:`hierarchical_sync`.
 
     """
-    for x, spec in zip(tensors, plan.settings.specs, strict=True):
-        if x.shape != spec.shape or x.dtype != spec.dtype:
-            planned = f"{spec.dtype} {list(spec.shape)}"
-            raise InvalidTensorError(
-                f"{spec.name} is {x.dtype} {list(x.shape)}, but was planned as {planned}: plan anew for it."
-            )
+    for x, (name, shape, dtype) in zip(tensors, plan.settings.specs, strict=True):
+        if x.shape != shape or x.dtype != dtype:
+            planned = f"{dtype} {list(shape)}: plan anew for it."
+            raise InvalidTensorError(f"{name} is {x.dtype} {list(x.shape)}, but was planned as {planned}")
     if out is None:
         out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
     else:
@@ -229,7 +228,7 @@ def shards_held(plan: SyncPlan) -> list[TensorShard | None]:
     """
     held: list[TensorShard | None] = [None] * len(plan.names)
     for bucket in plan.buckets:
-        for number, shard in zip(bucket.numbers[plan.rank], bucket.shards[plan.rank], strict=True):
+        for number, shard in zip(bucket.numbers[plan.local_rank], bucket.shards[plan.local_rank], strict=True):
             held[number] = shard
     return held
 
@@ -288,8 +287,7 @@ def _specs_of(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[T
         needed = f"{len(tensors)} tensors need as many names, all different strings"
         raise InvalidArgumentError(f"{needed}, but got {list(names)}: pass one for each.")
     if taken := [name for name in names if re.search(r"\[\d+:\d+\]$", name)]:
-        meaning = "names that end in [number:number] stand for shards of tensors"
-        raise InvalidArgumentError(f"{', '.join(taken)}: {meaning}; choose others.")
+        raise InvalidArgumentError(f"{', '.join(taken)}: such names stand for shards of tensors; choose others.")
     return tuple(TensorSpec(name, tuple(x.shape), x.dtype) for name, x in zip(names, tensors, strict=True))
 
 

@@ -30,8 +30,8 @@ LEAST_DECAY = 0.5
 class SyncHandle(Generic[T]):
     """A synchronisation under way. Handles of a world are finished in the order they were started."""
 
-    # Outputs, which are contiguous, are written only when all buckets are verified, here and by those who call
-    # :meth:`verify`; until then, what was done to residuals can be rolled back.
+    # Outputs are written only when all buckets are verified, here and by those who call :meth:`verify`; until then,
+    # what was done to residuals can be rolled back.
     def __init__(
         self,
         world: World,
@@ -185,48 +185,26 @@ class SyncHandle(Generic[T]):
 
     def _make_context(self, bucket: BucketPlan, buffers: Buffers, sequence: int) -> BucketContext:
         plan, residuals = self._plan, self._residuals
-        states: list[Tensor] | None = None
-        states_out: list[Tensor] | None = None
-        update, nonfinite, in_place = StateUpdate(gain=1.0 / plan.ranks), "", False
-        if residuals is not None:
-            update = residuals.update(1.0 / plan.ranks)
-            # To roll back, what was sent and the inputs must be there: dense sums take the place of the former, and
-            # callers that overlap may change the latter. Codecs of one's own write another state. And dividing by a
-            # small decay would enlarge what was rounded.
-            can_roll_back = bucket.algorithm not in ("dense", "codec") and update.decay >= LEAST_DECAY
-            in_place = can_roll_back and not plan.inputs_may_change and not residuals.exact_rollback
-            try:
-                states, states_out = [], []
-                for shard in bucket.shards[plan.rank]:
-                    lent = residuals.lend(shard.spec.name, shard.plan, plan.device, in_place=in_place)
-                    states.append(lent.state)
-                    states_out.append(lent.state if lent.spare is None else lent.spare)
-                    self._lent.append(shard.spec.name)
-            except FlexcommError as refusal:
-                # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
-                self._refusal, nonfinite = self._refusal or refusal, str(refusal)
-                states, states_out, in_place = None, None, False
-        return BucketContext(
-            plan=bucket,
-            tensors=self._tensors,
-            outputs=self._outputs,
-            states=states,
-            states_out=states_out,
-            in_place=in_place,
-            update=update,
-            step=self._step,
-            sequence=sequence,
-            average=plan.settings.average,
-            kernels=plan.kernels,
-            local_rank=plan.rank,
-            local_size=plan.ranks,
-            node=self._world.inter.rank,
-            nodes=plan.nodes,
-            rank_names=plan.rank_names,
-            buffers=buffers,
-            record=SyncRecord(),
-            nonfinite=nonfinite,
-        )
+        share = 1.0 / plan.local_size
+        update = StateUpdate(gain=share) if residuals is None else residuals.update(share)
+        ctx = BucketContext(plan, bucket, self._tensors, self._outputs, update, self._step, sequence, buffers)
+        if residuals is None:
+            return ctx
+        # To roll back, what was sent and the inputs must be there: dense sums take the place of the former, and callers
+        # that overlap may change the latter. Codecs of one's own write another state. And dividing by a small decay
+        # would enlarge what was rounded.
+        can_roll_back = bucket.algorithm not in ("dense", "codec") and update.decay >= LEAST_DECAY
+        in_place = can_roll_back and not plan.inputs_may_change and not residuals.exact_rollback
+        self._lent += [shard.spec.name for shard in ctx.shards]
+        try:
+            lent = [residuals.lend(one.spec.name, one.plan, plan.device, in_place=in_place) for one in ctx.shards]
+        except FlexcommError as refusal:
+            # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
+            self._refusal, ctx.nonfinite = self._refusal or refusal, str(refusal)
+            return ctx
+        ctx.in_place = in_place
+        ctx.states, ctx.states_out = [state for state, _ in lent], [state_out for _, state_out in lent]
+        return ctx
 
     def _verify(self) -> None:
         """Take every bucket to where all is verified, once. What goes wrong is kept for those who ask."""
@@ -250,11 +228,11 @@ class SyncHandle(Generic[T]):
                 raise next((one for one in failures if isinstance(one, TransportError)), failures[0])
             senders = dict.fromkeys(sender for task in self._tasks for sender in task.ctx.nonfinite_senders)
             if senders and self._plan.settings.nonfinite == "raise":
+                own = "; ".join(task.ctx.nonfinite for task in self._tasks if task.ctx.nonfinite)
                 raise NonFiniteError(
                     f"{', '.join(senders)} had NaN, infinity or a magnitude of 2**100 or more to send, or residuals "
-                    f"that do not fit (then its own error says so), and nothing was changed on any rank. Skip this "
-                    f"step; if that happens often, lower the learning rate or the loss scale, clip, or pass "
-                    f"nonfinite='skip'."
+                    f"that do not fit, and nothing was changed on any rank.{own and f' Here: {own}.'} Skip this step; "
+                    f"if that happens often, lower the learning rate or the loss scale, clip, or pass nonfinite='skip'."
                 )
             self.skipped = bool(senders)
         except BaseException as error:
