@@ -101,18 +101,9 @@ class Encoder:
 class Decoder:
     """Checks and decodes the buffers of several senders, in memory that is filled again and again.
 
-    Args:
-        plan: what every sender encoded by.
-        gathered: the buffers of all senders, uint8, one behind the other; payloads are added in this order.
-        senders: what messages call them.
-        kernels: the kernel set of the device.
-        nbytes: the length of each buffer, as its sender says; None: the plan's.
-        decoded_as: a plan with the same payloads that says what to decode them to, if not ``plan`` itself.
-        summed: of how many nodes each buffer is the sum.
-
-    Raises:
-        WireError: a length cannot be.
-
+    Buffers are added in the order they lie in ``gathered``. ``nbytes`` are their lengths as the senders say, if not the
+    plan's; a ``WireError`` refuses one that cannot be. ``decoded_as`` is a plan with the same payloads that says what
+    to decode them to, if not ``plan`` itself; each buffer is the sum of those of ``summed`` nodes.
     """
 
     def __init__(
@@ -137,12 +128,7 @@ class Decoder:
         self._kernel = kernels.decoder(plan, self._words, self._regions, decoded_as, summed)
 
     def verify(self, *, step: int, sequence: int) -> list[str]:
-        """Check all buffers; return the senders that had nonfinite values and sent nothing.
-
-        Raises:
-            WireError: a buffer cannot be used; it names the sender.
-
-        """
+        """Check all buffers, or raise ``WireError``; return the senders that had nonfinite values and sent nothing."""
         word = int(self._kernel.verify(step=step, sequence=sequence))
         if word == 0:
             return []
@@ -162,7 +148,6 @@ class Decoder:
 
 
 def read_header(words: Tensor, region: Region) -> Header:
-    """Return the fields of a sender's header, whatever they are."""
     return Header.unpack(words[region.start : region.start + HEADER_NWORDS].cpu().numpy().tobytes())
 
 

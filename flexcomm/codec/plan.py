@@ -32,10 +32,8 @@ def plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
     """
     plan, whole = compressor.plan(spec), dense().plan(spec)
     if plan.rows * plan.cols != math.prod(spec.shape):
-        raise CompressorError(
-            f"{compressor} plans {plan.rows} x {plan.cols} elements for {spec.name} of {list(spec.shape)}: its "
-            f"plan must cover the tensor exactly."
-        )
+        planned = f"{plan.rows} x {plan.cols} elements for {spec.name} of {list(spec.shape)}"
+        raise CompressorError(f"{compressor} plans {planned}, but must cover the tensor exactly.")
     if is_dense(plan):
         return plan
     # A variable length is known only afterwards; a tiny tensor's payload is judged by its greatest length.
@@ -54,7 +52,6 @@ def plan_buffer(specs: Sequence[TensorSpec], compressor: Compressor) -> BufferPl
 
 
 def assemble_buffer(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> BufferPlan:
-    """Return how tensors with these plans share a buffer."""
     # The text of docs/wire.md that is hashed. It is a part of the format: names in it are not the classes'.
     tensors = [(spec.name, spec.shape, str(spec.dtype)) for spec in specs]
     described = ", ".join(map(_describe, plans)) + ("," if len(plans) == 1 else "")
@@ -91,7 +88,6 @@ class TensorShard(NamedTuple):
         return tensor.reshape(-1)[self.first : self.last].view(self.spec.shape)
 
     def state_of(self, state: Tensor) -> Tensor:
-        """Return this shard's part of the state of the whole tensor."""
         return state[self.first_chunk : self.first_chunk + self.plan.chunks]
 
 

@@ -1,7 +1,7 @@
 """Algorithms: how a bucket crosses between nodes.
 
 An algorithm is a generator: it encodes this rank's shard, yields each :class:`Collective` it needs, is resumed with the
-result, and returns an object that verifies and decodes what was received. It writes no output.
+result, and returns an object that verifies and decodes what was received.
 
 ``plan.choose_algorithms`` picks one by what it sends. With P nodes and buffers of B bytes, a node sends (P-1) B to
 ``gather``, 2 (P-1)/P B to ``reduce``, and (P-1)/P (B + A) to ``two_phase``, where A is the length of all averages.
@@ -35,12 +35,7 @@ Algorithm = Literal["gather", "gatherv", "reduce", "two_phase", "dense", "codec"
 Leg = Literal["reduce_inside", "exchange", "second_exchange", "gather_inside"]
 """A part of a bucket's path, with a process group of its own: at most one collective of a sync, or several of a mix."""
 LEGS: tuple[Leg, ...] = get_args(Leg)
-LEVELS: dict[Leg, Literal["intra", "inter"]] = {
-    "reduce_inside": "intra",
-    "exchange": "inter",
-    "second_exchange": "inter",
-    "gather_inside": "intra",
-}
+LEVELS: dict[Leg, Literal["intra", "inter"]] = {leg: "intra" if "inside" in leg else "inter" for leg in LEGS}
 
 
 class Collective(NamedTuple):
@@ -50,8 +45,7 @@ class Collective(NamedTuple):
     start: Callable[[Transport], Handle[Any]]
     sent_bytes: int
     received_bytes: int
-    is_short: bool = False
-    """Whether it is answered at once by all ranks, so that waiting for it costs little."""
+    is_short: bool = False  # waiting for it costs little
 
 
 T = TypeVar("T")
@@ -137,7 +131,6 @@ def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
 
 
 def _encode_shard(ctx: BucketContext, shard: list[Tensor]) -> Encoder:
-    """Return the encoder of the buffer that now holds the shard."""
     plan = ctx.buffer_plan
     encoder = ctx.buffers.get("encoder", lambda: Encoder(plan, ctx.buffers.allocate(plan.nbytes), ctx.plan.kernels))
     encode_(ctx, encoder, shard, ctx.states, ctx.states_out, ctx.update)
@@ -288,10 +281,7 @@ def _flat_plan(plan: TensorPlan) -> TensorPlan:
 
 @dataclass(frozen=True)
 class TwoPhases:
-    """The buffers of both phases: encoders for every node's part, what this node received and averages, all averages.
-
-    ``decoders`` read the averages of all parts, each from the node that computed it.
-    """
+    """The buffers of both phases; ``decoders`` read the averages of all parts, each from the node that computed it."""
 
     parts: list[NodePart]
     encoders: list[Encoder]
@@ -311,10 +301,7 @@ class TwoPhases:
 
 
 def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
-    """Send every node its part, average what came for this node's part, and all-gather the averages.
-
-    With many nodes less is sent than by gathering everything, as long as what they select coincides enough.
-    """
+    """Send every node its part, average what came for this node's part, and all-gather the averages."""
     phases = ctx.buffers.get("two phases", lambda: _make_phases(ctx))
     for part, encoder in zip(phases.parts, phases.encoders, strict=True):
         states, states_out = part.state_views(ctx.states), part.state_views(ctx.states_out)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexcomm.codec import TensorShard
 from flexcomm.compress import Compressor, TensorSpec
-from flexcomm.device import is_supported, supported_names
+from flexcomm.device import KINDS
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
 from flexcomm.kernels import Average
 from flexcomm.sync.call import SyncHandle, T
@@ -62,7 +62,7 @@ def hierarchical_sync(
     Raises:
         ConfigMismatchError: ranks passed different tensors or arguments; it names them.
         NonFiniteError: a rank had NaN, infinity or a magnitude of 2**100 or more.
-        WireError: a payload was damaged; it names the sender.
+        WireError: a payload was damaged; it names the sender. Sums (``reduce``, ``dense``) travel without checksum.
         TransportError: a rank is gone or did not answer within the world's ``timeout_s``.
 
     Example:
@@ -222,10 +222,7 @@ def start_planned(
 
 
 def shards_held(plan: SyncPlan) -> list[TensorShard | None]:
-    """Return, for each tensor of a plan, the shard whose state this rank's residuals hold; None if they hold none.
-
-    The state of a shard is called ``shard.spec.name`` and is float32 of ``shard.plan.state_shape``.
-    """
+    """Return, for each tensor of a plan, the shard whose state this rank's residuals hold by its name, if they do."""
     held: list[TensorShard | None] = [None] * len(plan.names)
     for bucket in plan.buckets:
         for number, shard in zip(bucket.numbers[plan.local_rank], bucket.shards[plan.local_rank], strict=True):
@@ -297,9 +294,9 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
         listed = ", ".join(sorted(map(str, devices)))
         raise InvalidTensorError(f"the tensors of one call are on {listed}: move them to one, or call once for each.")
     device = devices.pop() if devices else torch.device("cpu")
-    if not is_supported(device) or any(x.layout is not torch.strided for x in tensors):
-        found = f"{device}, with layouts {', '.join(sorted({str(x.layout) for x in tensors}))}"
-        raise InvalidTensorError(f"tensors are on {found}: make them dense tensors on {supported_names()}.")
+    if device.type not in KINDS or any(x.layout is not torch.strided for x in tensors):
+        layouts = ", ".join(sorted({str(x.layout) for x in tensors}))
+        raise InvalidTensorError(f"got {layouts} on {device}: make them dense tensors on {' or '.join(KINDS)}.")
     return device
 
 
@@ -307,15 +304,14 @@ def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: S
     """Raise unless every output is as its tensor is, contiguous, and in memory that neither inputs nor others use."""
     if len(outputs) != len(tensors):
         raise InvalidArgumentError(
-            f"out has {len(outputs)} tensors for {len(tensors)} to be averaged: pass one for each, in the same order."
+            f"out has {len(outputs)} tensors for {len(tensors)} to be averaged: pass one for each."
         )
     for name, x, out in zip(names, tensors, outputs, strict=True):
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
             gaps = "" if out.is_contiguous() else ", not contiguous"
             raise InvalidTensorError(
                 f"out for {name} is {out.dtype} {list(out.shape)} on {out.device}{gaps}, but must be contiguous "
-                f"{x.dtype} {list(x.shape)} on {x.device}: make it by torch.empty({list(x.shape)}, dtype={x.dtype}, "
-                f"device={str(x.device)!r})."
+                f"{x.dtype} {list(x.shape)} on {x.device}: make it by torch.empty."
             )
     # The addresses between which elements lie. An output must meet nothing else; inputs may share memory.
     spans = sorted(
@@ -328,10 +324,7 @@ def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: S
     for begin, end, is_output, what in spans:
         other_end, other = reaching if is_output else reaching_output
         if begin < other_end:
-            raise InvalidTensorError(
-                f"{what} shares memory with {other}: inputs are not changed, and every average is written, so give "
-                f"out memory of its own, by torch.empty_like."
-            )
+            raise InvalidTensorError(f"{what} shares memory with {other}: make out by torch.empty_like.")
         reaching = max(reaching, (end, what))
         if is_output:
             reaching_output = (end, what)
@@ -339,6 +332,4 @@ def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: S
 
 def _extent(x: Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last."""
-    if x.is_contiguous():
-        return x.nbytes
     return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize

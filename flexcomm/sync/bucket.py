@@ -22,6 +22,10 @@ from flexcomm.stats import SyncRecord, Timed
 from flexcomm.sync.algorithms import ALGORITHMS, Collective, GatheredPayloads, Received, Steps, digest_of
 from flexcomm.sync.plan import BucketPlan, Buffers, SyncPlan, sum_dtype
 
+_DISAGREE = (
+    "ranks disagree on what they synchronise, and nothing was changed: {} Make the same calls, in the same order and "
+    "with the same arguments, on every rank."
+)
 Verified = Literal["verified"]
 VERIFIED: Verified = "verified"
 """What a bucket yields once everything it received has been checked, and nothing has been written."""
@@ -124,14 +128,10 @@ def verify(ctx: BucketContext, received: Received) -> list[str]:
         # Fields of a header that differ where ranks called differently.
         if error.field not in ("version", "plan hash", "step", "sequence"):
             raise
-        raise ConfigMismatchError(
-            f"ranks disagree on what they synchronise, and nothing was changed: {error} Make the same calls, in the "
-            f"same order and with the same arguments, on every rank."
-        ) from error
+        raise ConfigMismatchError(_DISAGREE.format(error)) from error
 
 
 def output_shards(ctx: BucketContext) -> list[Tensor]:
-    """Return views of all shards of the bucket's outputs, rank by rank."""
     if ctx.plan.local_size == 1:
         return [ctx.outputs[number] for number in ctx.bucket.numbers[0]]
     return [shard.of(ctx.outputs[number]) for shard, number in ctx.bucket.numbered_shards]
@@ -209,11 +209,7 @@ class NodeElements(NamedTuple):
         nonfinite, common = [], digest_of(ctx, *ctx.bucket.digests)
         for name, (status, *digest) in zip(names, self.rows[:, :_STATUS_NUMEL].tolist(), strict=True):
             if status == _DISAGREED or digest != list(common):
-                raise ConfigMismatchError(
-                    f"ranks disagree on what they synchronise, and nothing was changed: {name} is at another step or "
-                    f"in another call, or met a node that is. Make the same calls, in the same order and with the same "
-                    f"arguments, on every rank."
-                )
+                raise ConfigMismatchError(_DISAGREE.format(f"{name} is in another call, or met a node that is."))
             if status == _FAILED:
                 raise SyncError(f"{name} could not decode its shard, and nothing was changed; its own output says why.")
             nonfinite += [name] if status == _NONFINITE else []
@@ -240,10 +236,7 @@ def _make_elements(ctx: BucketContext, dtype: torch.dtype, first: int = 0) -> No
 
 
 def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElements]:
-    """Decode this rank's shard and gather the elements of all ranks, with a status.
-
-    A rank whose shard failed says so instead of leaving the others waiting; then all of them raise.
-    """
+    """Decode this rank's shard and gather the elements of all ranks, with a status: if one failed, all raise."""
     elements = ctx.buffers.get("elements", lambda: _make_elements(ctx, ctx.bucket.dtype, _STATUS_NUMEL))
     failure: FlexcommError | None = None
     status = _OK

@@ -91,8 +91,8 @@ class BucketCodec(ABC):
     def exchange(self, ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
         """Send what is to be sent of this rank's tensors, and return what was received.
 
-        A generator: it yields each :class:`flexcomm.sync.algorithms.Collective` it needs, at most one on the leg
-        ``exchange`` and one on ``second_exchange``, and is resumed with the result.
+        A generator: it yields each :class:`flexcomm.sync.algorithms.Collective` it needs, at most one on each of the
+        legs ``exchange`` and ``second_exchange``, and is resumed with the result.
         """
         nbytes = 4 * aligned(HEADER_NWORDS + -(-self.nbytes // 4))
         buffer = ctx.buffers.get("encoded", lambda: ctx.buffers.allocate(nbytes).zero_())

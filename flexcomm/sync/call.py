@@ -68,10 +68,7 @@ class SyncHandle(Generic[T]):
         return self.result
 
     def verify(self) -> None:
-        """Wait until everything that was received is checked; nothing is written yet. Raises what went wrong.
-
-        For a step of several calls: verify all of them, then either :meth:`write` or :meth:`rollback` all.
-        """
+        """Wait until all that came is checked; :meth:`write` or :meth:`rollback` follows. Raises what went wrong."""
         if self._plan.in_background:
             self._verify()
         # In the order they were started: their collectives must start in one order on all ranks.
@@ -109,10 +106,7 @@ class SyncHandle(Generic[T]):
             self._end()
 
     def rollback(self) -> None:
-        """Write nothing, and take back what this call did to its residuals. Not after :meth:`write`.
-
-        For a step of several calls, one of which failed. All ranks do it, or none.
-        """
+        """Write nothing, and take back what this call did to its residuals; on all ranks. Not after :meth:`write`."""
         if self._is_over:
             return
         for task in self._tasks:
@@ -126,12 +120,12 @@ class SyncHandle(Generic[T]):
         self._is_over = True
         if self._residuals is not None:
             self._residuals.unclaim(self._plan.names)
-        for task, pool in zip(self._tasks, self._plan.pools, strict=False):
-            # Those of a bucket that failed are not used again: transports may still write them.
-            if self._error is None and self._is_verified:
-                pool.give_back(task.ctx.buffers)
-        if self._error is None:
-            self._world.add_stats(self.record, sequence=self._engine.sequence, step=self._step)
+        if self._error is not None:
+            return
+        self._world.add_stats(self.record, sequence=self._engine.sequence, step=self._step)
+        # Not those of a call that failed or was not verified: transports may still write them.
+        for task, pool in zip(self._tasks if self._is_verified else [], self._plan.pools, strict=False):
+            pool.give_back(task.ctx.buffers)
 
     def done(self) -> bool:
         """Return whether what was sent between nodes has arrived: then ``wait`` has the rest to do."""
@@ -148,11 +142,7 @@ class SyncHandle(Generic[T]):
         return total
 
     def start(self) -> None:
-        """Start all buckets, once.
-
-        Driven by the caller, every bucket is on its way between nodes when this returns; the next one is encoded while
-        one is on the wire.
-        """
+        """Start all buckets, once. Driven by the caller, all of them are on their way between nodes when it returns."""
         engine, plan = self._engine, self._plan
         engine.agree(self._world, plan)
         engine.calls += 1

@@ -116,8 +116,7 @@ C = TypeVar("C", bound=Any)
 class BucketTask(Generic[C]):
     """One bucket of a call under way: where it is on its path.
 
-    ``steps`` is the path, such as ``sync_bucket(ctx)``: a generator that yields the collectives it needs, then
-    ``VERIFIED``; resumed after that, it writes outputs. One thread at a time drives it. A bucket that fails keeps the
+    ``steps`` is the path, such as ``sync_bucket(ctx)``. One thread at a time drives it. A bucket that fails keeps the
     reason, and the other buckets of its call still go to their ends, where ranks that did not fail would wait for this
     one; only a failure of a transport ends all of them.
     """
@@ -127,12 +126,9 @@ class BucketTask(Generic[C]):
     ) -> None:
         self.ctx = ctx
         self.failure: BaseException | None = None
-        self.is_done = False
-        """Whether nothing is under way any more: what came is verified, or the bucket failed."""
-        self.ready: torch.Event | None = None
-        """When the device has computed the bucket's tensors."""
-        self.wanted: Collective | None = None
-        """What is to be started next."""
+        self.is_done = False  # what came is verified, or the bucket failed
+        self.ready: torch.Event | None = None  # when the device has computed the bucket's tensors
+        self.wanted: Collective | None = None  # what is to be started next
         self.under_way: Collective | None = None
         self._steps, self._done = steps, done
         self._handle: Handle[Any] | None = None
@@ -164,7 +160,6 @@ class BucketTask(Generic[C]):
             self.wanted = wanted
 
     def start(self, transport: Transport) -> None:
-        """Start the collective that the bucket wants."""
         wanted = self.wanted
         assert wanted is not None  # noqa: S101  (our own invariant)
         self._started_s = time.perf_counter()
@@ -195,16 +190,12 @@ class BucketTask(Generic[C]):
         next(self._steps, None)
 
     def has_arrived(self) -> bool:
-        """Return whether the caller would not block on it."""
         handle = self._handle  # a comm thread may take it away
         return self.is_done or (handle is not None and handle.done())
 
 
 def can_run_in_background(world: World, device: torch.device) -> bool:
-    """Return whether comm threads can drive the buckets of this world's tensors on that device.
-
-    On a GPU the model's own thread enqueues everything, in one order with FSDP's collectives.
-    """
+    # On a GPU the model's own thread enqueues everything, in one order with FSDP's collectives.
     return device.type == "cpu" and world.topology.size > 1 and world.can_clone_groups and _may_use_threads(world)
 
 
@@ -215,15 +206,10 @@ def _may_use_threads(world: World) -> bool:
 class CommThreads:
     """Threads that drive buckets on process groups that only they use. All ranks of the world make them together.
 
-    A thread waits for its own legs, and starts its own and the next thread's: see [Note: order of collectives]. After
-    a transport failed, all later buckets fail with the same error: ranks no longer agree on which is next.
-
-    Args:
-        world: the ranks; if their MPI serves one thread at a time, :meth:`submit` drives a bucket to its end instead.
-        transports: the cloned groups, by leg.
-        legs: the legs that each thread drives, by its name. Only the first thread may have several.
-        device: whose tensors are sent; if it has streams, the threads use one of their own.
-
+    A thread waits for its own legs, and starts its own and the next thread's: see [Note: order of collectives].
+    ``legs`` are those of each thread, by its name; only the first may have several. After a transport failed, all later
+    buckets fail with the same error: ranks no longer agree on which is next. If MPI serves one thread at a time, there
+    are none, and :meth:`submit` drives a bucket to its end.
     """
 
     def __init__(
@@ -257,12 +243,7 @@ class CommThreads:
         return self._sequence
 
     def submit(self, task: BucketTask[Any]) -> None:
-        """Have a bucket driven after all those before it, and after what the device's current stream has to do.
-
-        Raises:
-            TransportError: the world is closed, and the threads have ended.
-
-        """
+        """Have a bucket driven after all those before it, and after what the device's current stream has to do."""
         if self._ended:
             raise TransportError("this world is closed, and sends nothing any more. Connect again, or close it later.")
         task.ready = record_event(self._device)

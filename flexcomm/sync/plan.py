@@ -23,7 +23,7 @@ from flexcomm.sync.bucket_codec import BucketCodec, BucketCompressor
 log = logging.getLogger(__name__)
 
 AlgorithmOption = Literal["auto", "gather", "gatherv", "reduce", "two_phase", "dense", "codec"]
-NonFinitePolicy = Literal["raise", "skip", "zero"]
+NonFinitePolicy = Literal["raise", "skip", "zero"]  # zero: nonfinite elements count as 0; skip: all outputs are 0
 MOST_SPARE = 8
 """Buffers that a pool keeps for calls under way at once; a burst of more calls frees its own."""
 _LEAST_SHARE = 1 / 16
@@ -145,8 +145,7 @@ class SyncPlan:
     ``rank_names[r][n]`` is what messages call local rank r of node n. ``all_ranks``: all take part, not only those of
     this local rank. ``in_background``: comm threads drive the buckets; where that was asked for, inputs may change
     before a call is done (``inputs_may_change``), even if there are no such threads. ``agreed_after`` are the numbers
-    of the plans used before, 0 for none, after which all ranks were found to use this one: numbers, because a forgotten
-    plan must not live on here.
+    (a forgotten plan must not live on here) of the plans used before, 0 for none, after which all ranks agreed on this.
     """
 
     settings: SyncSettings
@@ -177,7 +176,6 @@ class SyncPlan:
 
     @cached_property
     def pools(self) -> list[BufferPool]:
-        """The buffers of each bucket."""
         return [BufferPool(self.device) for _ in self.buckets]
 
     @cached_property
@@ -194,7 +192,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @lru_cache(maxsize=256)
 def plan_buckets(settings: SyncSettings, nodes: int, ranks: int) -> tuple[BucketPlan, ...]:
-    """Return the buckets of a call, for nodes of so many ranks."""
     chosen = choose_algorithms(settings.specs, settings.compressor, nodes, settings.algorithm)
     return tuple(
         _plan_bucket(settings, tensors, chosen[settings.specs[tensors[0]].dtype].algorithm, nodes, ranks)
@@ -257,12 +254,10 @@ def _choose_algorithm(
     if chosen not in sent:
         raise InvalidArgumentError(
             f"algorithm {chosen!r} cannot carry this compressor, but {', '.join(sorted(sent))} and auto can: reduce "
-            f"needs shared indices and fp32, bf16 or fp16 values, two_phase needs top-k, gather a length known "
-            f"beforehand."
+            f"needs shared indices and float values, two_phase needs top-k, gather a length known beforehand."
         )
-    listed = ", ".join(f"{other} {nbytes:.0f}" for other, nbytes in sent.items())
     message = "%d tensors of %s, from %s on, use %s among %d nodes; bytes a node sends: %s"
-    log.info(message, len(specs), dtype, specs[0].name, chosen, nodes, listed)
+    log.info(message, len(specs), dtype, specs[0].name, chosen, nodes, sent)
     return ChosenAlgorithm(chosen, sent)
 
 

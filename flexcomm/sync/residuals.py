@@ -42,10 +42,7 @@ class Residuals:
     def __init__(
         self, decay: float = 1.0, gain: float = 1.0, alpha: float = 1.0, *, exact_rollback: bool = False
     ) -> None:
-        self.exact_rollback = exact_rollback
-        self.decay = decay
-        self.gain = gain
-        self.alpha = alpha
+        self.decay, self.gain, self.alpha, self.exact_rollback = decay, gain, alpha, exact_rollback
         self._states: dict[str, Tensor] = {}
         self._spares: dict[str, Tensor] = {}  # where the next states go that are not updated in place
         self._new: set[str] = set()
@@ -66,10 +63,8 @@ class Residuals:
         names = list(names)
         taken = [name for name in names if name in self._claimed]
         if taken:
-            raise InvalidArgumentError(
-                f"{', '.join(taken)}: being synchronised with these residuals. Wait for the earlier handle first, or "
-                f"use other residuals."
-            )
+            advice = "wait for the earlier handle first, or use others."
+            raise InvalidArgumentError(f"{', '.join(taken)}: being synchronised with these residuals; {advice}")
         self._claimed.update(names)
 
     def unclaim(self, names: Iterable[str]) -> None:
@@ -88,8 +83,7 @@ class Residuals:
         elif state.shape != plan.state_shape or state.device != device:
             raise InvalidTensorError(
                 f"the residual of {name} is {list(state.shape)} on {state.device}, but the compressor now needs "
-                f"{list(plan.state_shape)} on {device}: its tensor, compressor or place changed. Use new residuals, or "
-                f"reset these."
+                f"{list(plan.state_shape)} on {device}: use new residuals, or reset these."
             )
         if in_place:
             self._spares.pop(name, None)
@@ -128,10 +122,8 @@ class Residuals:
         self._require_rest("loaded")
         for name, state in states.items():
             if state.dtype != torch.float32 or state.dim() != 2:
-                raise InvalidTensorError(
-                    f"the residual of {name} is {state.dtype} {list(state.shape)}, but must be torch.float32 of two "
-                    f"dims, chunks and their coefficients, as state_dict() returns them."
-                )
+                found = f"the residual of {name} is {state.dtype} {list(state.shape)}"
+                raise InvalidTensorError(f"{found}, but must be float32 of two dims, as state_dict() returns it.")
         contiguous = torch.contiguous_format
         self._states = {name: state.detach().clone(memory_format=contiguous) for name, state in states.items()}
         self._spares.clear()
