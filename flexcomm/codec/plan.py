@@ -127,7 +127,7 @@ def _make_shard(spec: TensorSpec, plan: TensorPlan, units: int, begin: int, end:
         first, last = top * plan.cols, bottom * plan.cols
         shape, part = (bottom - top, plan.cols), replace(plan, rows=bottom - top)
         first_chunk = begin * plan.grid_cols
-    if plan.is_variable:
+    if plan.variable_count:
         # By chunks, not by units: the last one may hold two rows of chunks.
         part = replace(part, k=-(-plan.k * part.chunks // plan.chunks))
     return TensorShard(TensorSpec(f"{spec.name}[{first}:{last}]", shape, spec.dtype), part, first, last, first_chunk)

@@ -42,9 +42,9 @@ def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) 
     """Return the coefficients ``[chunks, n]`` of a buffer that holds one tensor."""
     bits, n, values = Bits(buffer), plan.chunk_numel, plan.values.name.lower()
     counts = [plan.k] * plan.chunks
-    if plan.is_variable:
+    if plan.variable_count:
         counts = [bits.take(n.bit_length()) for _ in range(plan.chunks)]
-    sized_for = plan.k if plan.is_variable and not plan.variable_length else sum(counts)
+    sized_for = plan.k if plan.variable_count and not plan.variable_length else sum(counts)
     bits.begin_section()
     section = bits.position
     indices = list(read_indices(bits, plan, counts, sized_for, step, name))
@@ -62,7 +62,7 @@ def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) 
 def shortest_code(plan: TensorPlan, entries: int) -> tuple[int, str, int]:
     """Return the length of the index section in bits, the code and its low bits."""
     n, chunks = plan.chunk_numel, plan.chunks
-    if plan.selection not in (Selection.TOP_K, Selection.THRESHOLD) or (not plan.is_variable and plan.k == n):
+    if plan.selection not in (Selection.TOP_K, Selection.THRESHOLD) or (not plan.variable_count and plan.k == n):
         return 0, "none", 0
     w = max(1, (n - 1).bit_length())
     fano = [(entries * (low + 1) + chunks * ((n - 1) >> low), "elias-fano", low) for low in range(w)]

@@ -62,7 +62,7 @@ class Group:
     gain: float = float("nan")
 
     def __post_init__(self) -> None:
-        self.is_variable = self.plans[0].is_variable
+        self.variable_count = self.plans[0].variable_count
         self.numel = sum(plan.chunks * plan.chunk_numel for plan in self.plans)
 
     def tensor_blocks(self) -> NDArray[np.int64]:
@@ -94,7 +94,7 @@ def plan_groups(plan: BufferPlan, shown_as: BufferPlan, *, is_inverse: bool) -> 
         check_implemented("cpu", one, SELECTIONS, CODES)
         scales, has_indices = one.values.format.scales > 0, layout.code is not IndexCode.NONE
         alike = (_find_loops(one), one.sends_everything, one.selection, has_indices, scales)
-        numbers.setdefault((number,) if one.is_variable else alike, []).append(number)
+        numbers.setdefault((number,) if one.variable_count else alike, []).append(number)
     return [_make_group(plan, shown_as, own, is_inverse) for own in numbers.values()]
 
 
