@@ -20,8 +20,7 @@ from flexcomm.kernels import Selection, TensorPlan, ValueCode
 from flexcomm.kernels import TensorSpec as TensorSpec
 from flexcomm.kernels import ValueName as ValueName
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of tensors that can be compressed."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of tensors that can be compressed
 
 
 class Compressor(Protocol):

@@ -16,24 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """The properties of a kind of device.
+    """The properties of a kind of device."""
 
-    Args:
-        name: torch's device type.
-        kernels: the name of its kernel set, see :mod:`flexcomm.kernels`.
-        backend: the torch.distributed backend that carries its memory; None: its tensors travel through the host.
-        has_streams: work on it is queued, so that the host must wait before it reads.
-        has_pinned_memory: copies to and from pinned host memory are queued, too.
-        profiler_range: makes a block that the vendor's profiler shows under a name.
-
-    """
-
-    name: str
-    kernels: str
-    backend: str | None
-    has_streams: bool
-    has_pinned_memory: bool
-    profiler_range: Callable[[str], AbstractContextManager[object]] | None = None
+    name: str  # torch's device type
+    kernels: str  # the name of its kernel set, see flexcomm.kernels
+    backend: str | None  # of torch.distributed, for its memory; None: its tensors travel through the host
+    has_streams: bool  # work on it is queued, so that the host must wait before it reads
+    has_pinned_memory: bool  # copies to and from pinned host memory are queued, too
+    profiler_range: Callable[[str], AbstractContextManager[object]] | None = None  # shown by the vendor's profiler
 
 
 HOST = DeviceKind("cpu", kernels="cpu", backend="gloo", has_streams=False, has_pinned_memory=False)

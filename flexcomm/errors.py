@@ -20,8 +20,6 @@
 A backend's own exceptions are translated once, at the transport's edge, and stay attached as ``__cause__``.
 """
 
-from __future__ import annotations
-
 
 class FlexcommError(Exception):
     """Anything this library raises on purpose."""

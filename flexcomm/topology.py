@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexcomm.errors import TopologyError
 
-RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"
-"""Overrides what the launcher says, for programs whose source cannot be changed."""
+RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"  # overrides what the launcher says
 Members = tuple[tuple[int, ...], ...]
 
 

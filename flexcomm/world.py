@@ -66,10 +66,9 @@ class World:
     _closers: ExitStack = field(default_factory=ExitStack)
     _total: SyncRecord = field(default_factory=SyncRecord)
     _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=256))
+    # Make a second transport for `intra` and for `inter`.
     _clones: tuple[Callable[[], Transport], Callable[[], Transport]] | None = None
-    """Make a second transport for ``intra`` and for ``inter``."""
-    _passed: Mapping[str, Transport] = field(default_factory=dict)
-    """Transports that the user passed, by leg; only those with a ``clone()`` can be cloned."""
+    _passed: Mapping[str, Transport] = field(default_factory=dict)  # by the user; cloned if they have a clone()
 
     def __post_init__(self) -> None:
         self._inter_consistency = ConsistencyCheck(self.inter)

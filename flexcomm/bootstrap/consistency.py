@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from flexcomm.world import World
 
 MOST_FIELDS = 1 << 16
-REPORT_BYTES = 1 << 16
-"""The longest report of a rank's settings, so that no rank allocates what another one asks for."""
+REPORT_BYTES = 1 << 16  # of a rank's settings, so that no rank allocates what another one asks for
 VALUE_CHARACTERS = 200
-DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"
-"""Where reports of missed deadlines go; the folder for temporary files, if it is not set."""
+DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"  # where reports of missed deadlines go; else to the folder for temporary files
 _PATIENCE_S = 5.0
 
 Settings = dict[str, str]

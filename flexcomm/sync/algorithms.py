@@ -222,18 +222,13 @@ def _value_dtype(plan: BufferPlan) -> torch.dtype | None:
 
 
 class NodePart(NamedTuple):
-    """The part of a bucket that one node averages in ``two_phase``: shards of shards, with the plans of both phases.
+    """The part of a bucket that one node averages in ``two_phase``: shards of shards, with the plans of both phases."""
 
-    ``shards`` come with the number of the shard each is a part of. ``sent`` is the plan of the buffers that all nodes
-    send it, ``coefficients`` of the same as flat chunks, not transformed back; ``averaged`` of the averages it sends
-    on, and ``restored`` of the same as the elements they stand for.
-    """
-
-    shards: list[tuple[int, TensorShard]]
-    sent: BufferPlan
-    coefficients: BufferPlan
-    averaged: BufferPlan
-    restored: BufferPlan
+    shards: list[tuple[int, TensorShard]]  # each with the number of the shard it is a part of
+    sent: BufferPlan  # of the buffers that all nodes send it
+    coefficients: BufferPlan  # of the same as flat chunks, not transformed back
+    averaged: BufferPlan  # of the averages it sends on
+    restored: BufferPlan  # of the same as the elements they stand for
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [shard.of(tensors[number]) for number, shard in self.shards]

@@ -20,8 +20,7 @@ from flexcomm.sync.plan import AlgorithmOption, NonFinitePolicy, SyncPlan, SyncS
 from flexcomm.sync.residuals import Residuals
 from flexcomm.world import World, default_world
 
-BUCKET_BYTES = 16 << 20
-"""Dense bytes of a bucket. docs/benchmarks.md shows what other sizes cost."""
+BUCKET_BYTES = 16 << 20  # dense bytes of a bucket; docs/benchmarks.md shows what other sizes cost
 
 
 def hierarchical_sync(

@@ -33,29 +33,23 @@ VERIFIED: Verified = "verified"
 
 @dataclass
 class BucketContext:
-    """One bucket of a call under way, and everything its path needs.
-
-    ``tensors`` and ``outputs`` are those of the whole call; outputs are contiguous. If this rank has nothing to send,
-    ``nonfinite`` says why; ``nonfinite_senders`` are the ranks that had nothing. States that were updated ``in_place``
-    are restored by ``rollbacks``, in their order. ``epilogue`` is what becomes of the averages, known when outputs are
-    written.
-    """
+    """One bucket of a call under way, and everything its path needs."""
 
     plan: SyncPlan
     bucket: BucketPlan
-    tensors: list[Tensor]
-    outputs: list[Tensor]
+    tensors: list[Tensor]  # of the whole call
+    outputs: list[Tensor]  # of the whole call, contiguous
     update: StateUpdate
     step: int
     sequence: int
     buffers: Buffers
     states: list[Tensor] | None = None
     states_out: list[Tensor] | None = None
-    in_place: bool = False
-    nonfinite: str = ""
-    nonfinite_senders: list[str] = field(default_factory=list)
-    rollbacks: list[Callable[[], object]] = field(default_factory=list)
-    epilogue: Epilogue = STORE
+    in_place: bool = False  # states_out are the states
+    nonfinite: str = ""  # why this rank has nothing to send, if it has not
+    nonfinite_senders: list[str] = field(default_factory=list)  # the ranks that had nothing to send
+    rollbacks: list[Callable[[], object]] = field(default_factory=list)  # restore states that were updated in place
+    epilogue: Epilogue = STORE  # what becomes of the averages, known when outputs are written
     record: SyncRecord = field(default_factory=SyncRecord)
 
     @property
@@ -186,22 +180,17 @@ def _gather_payloads(ctx: BucketContext, received: Received) -> Steps[NodePayloa
     return payloads
 
 
-_OK, _NONFINITE, _FAILED, _DISAGREED = 0.0, 1.0, 2.0, 3.0
-"""The status of a rank's shard."""
+_OK, _NONFINITE, _FAILED, _DISAGREED = 0.0, 1.0, 2.0, 3.0  # the status of a rank's shard
 _STATUS_NUMEL = 9
 """Its length in elements: the status, and a byte each, for any dtype, of a digest of what the node's ranks share."""
 
 
 class NodeElements(NamedTuple):
-    """All shards of the bucket, one behind the other in a row for each rank of this node; ``own`` is this rank's row.
-
-    ``parts`` are views of the shards in ``rows``, rank by rank, ``own_parts`` of those in ``own``. Where ranks gather
-    what they decoded, a row begins with a status.
-    """
+    """All shards of the bucket, in a row for each rank of this node; a row of decoded ones begins with a status."""
 
     rows: Tensor
-    parts: list[Tensor]
-    own: Tensor
+    parts: list[Tensor]  # views of the shards in rows, rank by rank
+    own: Tensor  # this rank's row
     own_parts: list[Tensor]
 
     def verify(self, ctx: BucketContext) -> list[str]:
@@ -209,7 +198,9 @@ class NodeElements(NamedTuple):
         nonfinite, common = [], digest_of(ctx, *ctx.bucket.digests)
         for name, (status, *digest) in zip(names, self.rows[:, :_STATUS_NUMEL].tolist(), strict=True):
             if status == _DISAGREED or digest != list(common):
-                raise ConfigMismatchError(_DISAGREE.format(f"{name} is in another call, or met a node that is."))
+                raise ConfigMismatchError(
+                    _DISAGREE.format(f"{name} is at another step or call, or met a node that is.")
+                )
             if status == _FAILED:
                 raise SyncError(f"{name} could not decode its shard, and nothing was changed; its own output says why.")
             nonfinite += [name] if status == _NONFINITE else []

@@ -23,8 +23,7 @@ from flexcomm.world import World
 
 T = TypeVar("T", Tensor, list[Tensor])
 
-LEAST_DECAY = 0.5
-"""The least decay with which states are updated in place."""
+LEAST_DECAY = 0.5  # with which states are updated in place
 
 
 class SyncHandle(Generic[T]):

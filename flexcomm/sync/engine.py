@@ -40,8 +40,7 @@ from flexcomm.transport.mpi import threads_are_free
 from flexcomm.world import World
 
 MOST_PLANS = 256
-_END_S = 1.0
-"""How long an interpreter that ends waits for a collective that does not."""
+_END_S = 1.0  # how long an interpreter that ends waits for a collective that does not
 
 
 # Any: a plan is a SyncPlan, or gossip's MixPlan, and its key says which.
@@ -56,14 +55,11 @@ class PlanCache(dict["Hashable", Any]):
 
 @dataclass(eq=False)
 class Engine:
-    """What the calls of one world share. It does not hold the world, which would then never end.
+    """What the calls of one world share. It does not hold the world, which would then never end."""
 
-    ``under_way`` finish the calls that the caller drives, in their order; ``communicators`` drive mixes, by name.
-    """
-
-    under_way: deque[Callable[[], None]] = field(default_factory=deque)
+    under_way: deque[Callable[[], None]] = field(default_factory=deque)  # finish the calls that the caller drives
     threads: CommThreads | None = None
-    communicators: dict[str, CommThreads] = field(default_factory=dict)
+    communicators: dict[str, CommThreads] = field(default_factory=dict)  # drive mixes
     sequence: int = 0
     calls: int = 0
     plans: PlanCache = field(default_factory=PlanCache)

@@ -24,10 +24,8 @@ log = logging.getLogger(__name__)
 
 AlgorithmOption = Literal["auto", "gather", "gatherv", "reduce", "two_phase", "dense", "codec"]
 NonFinitePolicy = Literal["raise", "skip", "zero"]  # zero: nonfinite elements count as 0; skip: all outputs are 0
-MOST_SPARE = 8
-"""Buffers that a pool keeps for calls under way at once; a burst of more calls frees its own."""
-_LEAST_SHARE = 1 / 16
-"""The least of ``bucket_bytes`` that a bucket holds: 1 MiB of the default."""
+MOST_SPARE = 8  # buffers that a pool keeps for calls under way at once; a burst of more calls frees its own
+_LEAST_SHARE = 1 / 16  # the least of bucket_bytes that a bucket holds: 1 MiB of the default
 
 T = TypeVar("T")
 
@@ -71,21 +69,16 @@ class SyncSettings:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: its tensors, the shards of them each rank of a node works on, and how they cross between nodes.
-
-    ``shards[r]`` are those of local rank r, ``numbers[r]`` the tensors they belong to, ``buffers[r]`` the layout of
-    their buffer; a compressor that is no pipeline has ``codecs[r]`` instead. ``gathers_payloads``: the ranks of a node
-    gather the payloads they received, not the elements they decoded.
-    """
+    """One bucket: its tensors, the shards of them each rank of a node works on, and how they cross between nodes."""
 
     tensors: tuple[int, ...]
     dtype: torch.dtype
-    shards: tuple[tuple[TensorShard, ...], ...]
-    numbers: tuple[tuple[int, ...], ...]
-    buffers: tuple[BufferPlan, ...]
+    shards: tuple[tuple[TensorShard, ...], ...]  # by local rank
+    numbers: tuple[tuple[int, ...], ...]  # by local rank: the tensors that its shards belong to
+    buffers: tuple[BufferPlan, ...]  # by local rank; none for a compressor that is no pipeline
     algorithm: Algorithm
-    gathers_payloads: bool
-    codecs: tuple[BucketCodec, ...] = ()
+    gathers_payloads: bool  # the ranks of a node gather the payloads they received, not the elements they decoded
+    codecs: tuple[BucketCodec, ...] = ()  # by local rank, for a compressor that is no pipeline
 
     @cached_property
     def digests(self) -> tuple[int, ...]:
@@ -139,26 +132,21 @@ class BufferPool:
 
 @dataclass(eq=False)
 class SyncPlan:
-    """What calls with the same tensors and arguments share.
-
-    This is ``local_rank`` of ``local_size`` ranks (1, if shards are only exchanged), on node ``node`` of ``nodes``;
-    ``rank_names[r][n]`` is what messages call local rank r of node n. ``all_ranks``: all take part, not only those of
-    this local rank. ``in_background``: comm threads drive the buckets; where that was asked for, inputs may change
-    before a call is done (``inputs_may_change``), even if there are no such threads. ``agreed_after`` are the numbers
-    (a forgotten plan must not live on here) of the plans used before, 0 for none, after which all ranks agreed on this.
-    """
+    """What calls with the same tensors and arguments share."""
 
     settings: SyncSettings
     device: torch.device
     nodes: int
     node: int
-    local_size: int
+    local_size: int  # 1, if shards are only exchanged
     local_rank: int
-    all_ranks: bool
-    in_background: bool
-    inputs_may_change: bool
-    rank_names: list[list[str]]
+    all_ranks: bool  # all take part, not only those of this local rank
+    in_background: bool  # comm threads drive the buckets
+    inputs_may_change: bool  # before a call is done: threads were asked for, even if there are none
+    rank_names: list[list[str]]  # by local rank and node, for messages
     number: int = field(default_factory=count(1).__next__)
+    # The numbers of the plans used before, 0 for none, after which all ranks agreed on this one. Numbers, because a
+    # forgotten plan must not live on here.
     agreed_after: set[int] = field(default_factory=set)
 
     @cached_property

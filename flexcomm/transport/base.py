@@ -12,8 +12,7 @@ from flexcomm.errors import DeadlineExceededError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-Messages = Sequence[tuple[int, Tensor]]
-"""Each a peer, and what is sent to it or received from it."""
+Messages = Sequence[tuple[int, Tensor]]  # each a peer, and what is sent to it or received from it
 
 
 class Handle(Protocol[T_co]):

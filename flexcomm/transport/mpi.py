@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 TEST_INTERVAL_S = 0.0005
 SPIN_S = 0.002
 """A rank that waits only yields between its tests for so long; then it sleeps a tenth of the time it has waited."""
-LARGEST_COUNT = 2**31 - 1
-"""An MPI before version 4 counts in C ints."""
+LARGEST_COUNT = 2**31 - 1  # an MPI before version 4 counts in C ints
 _ALIGNED = 8
 _SHORTEST_IN_A_RING = 1 << 16
 """Bytes from which a gather among more than two goes round in a ring: links carry one message each way at a time. Open
