@@ -1,9 +1,7 @@
 """Compressors: which part of a tensor is sent, and how its values are written.
 
 First the Protocol and Pipeline, then recipes, which are pipelines by name, and the parts of pipelines: bases and
-selectors. All of them are settings: no tensor, no rank. Numbers of any kind become Python's own, so that equal settings
-compare, hash and print alike. What is no number is left as it is, because a pipeline lists everything that is wrong
-with it at once.
+selectors. All of them are settings: no tensor, no rank.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, ClassVar, NamedTuple, Protocol, cast, get_args
+from typing import ClassVar, NamedTuple, Protocol, cast, get_args
 
 import torch
 
@@ -22,20 +20,18 @@ from flexcomm.kernels import Selection, TensorPlan, ValueCode
 from flexcomm.kernels import TensorSpec as TensorSpec
 from flexcomm.kernels import ValueName as ValueName
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of tensors that can be compressed."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of tensors that can be compressed
 
 
 class Compressor(Protocol):
     """Plans what is sent of a tensor; the kernels do what the plan says.
 
     A compressor is a value: it compares and hashes by its settings, and prints them, because ranks compare what they
-    print. ``plan`` answers the same for the same tensor, always. :func:`flexcomm.testing.check_compressor` holds one
-    to the laws.
+    print. :func:`flexcomm.testing.check_compressor` holds one to the laws.
     """
 
     def plan(self, tensor: TensorSpec) -> TensorPlan:
-        """Return what is sent of the tensor."""
+        """Return what is sent of the tensor; the same for the same tensor, always."""
         ...
 
     def __hash__(self) -> int: ...
@@ -48,7 +44,7 @@ class Pipeline:
     Args:
         basis: cuts a tensor into chunks and transforms them: ``Dct`` or ``Identity``.
         selector: selects coefficients of a chunk.
-        values: how selected coefficients are written.
+        values: how they are written.
 
     """
 
@@ -59,14 +55,11 @@ class Pipeline:
     def __post_init__(self) -> None:
         wrong = []
         for name, part, base, ours in (
-            ("basis", self.basis, Basis, (Identity, Dct)),
-            ("selector", self.selector, Selector, (Everything, TopK, TopRate, RandomK, Striding, Threshold)),
+            ("basis", self.basis, Basis, "Identity, Dct"),
+            ("selector", self.selector, Selector, "Everything, TopK, TopRate, RandomK, Striding, Threshold"),
         ):
-            if isinstance(part, base):
-                wrong += part.complaints()
-            else:
-                names = ", ".join(kind.__name__ for kind in ours)
-                wrong.append(f"{name} is {part!r}, but must be one of {names}")
+            is_one = isinstance(part, base)
+            wrong += part.complaints() if is_one else [f"{name} is {part!r}, but must be one of {ours}"]
         if not wrong and isinstance(self.selector, TopK):
             most = self.basis.cut((self.basis.chunk, self.basis.chunk)).chunk_numel
             if self.selector.k > most:
@@ -79,10 +72,8 @@ class Pipeline:
     def plan(self, tensor: TensorSpec) -> TensorPlan:
         """Return what is sent of the tensor."""
         if tensor.dtype not in DTYPES:
-            raise CompressorError(
-                f"{tensor.name!r} is {tensor.dtype}, but only {', '.join(map(str, DTYPES))} can be compressed. Convert "
-                f"it, or leave it out."
-            )
+            needed = f"only {', '.join(map(str, DTYPES))} can be compressed: convert it, or leave it out."
+            raise CompressorError(f"{tensor.name!r} is {tensor.dtype}, but {needed}")
         cut, selector = self.basis.cut(tensor.shape), self.selector
         return TensorPlan(
             *cut,
@@ -241,7 +232,10 @@ _DCT_CHUNK = {
 
 @dataclass(frozen=True)
 class Settings:
-    """A base for frozen dataclasses whose fields each have a rule as their metadata."""
+    """A base for frozen dataclasses whose fields each have a rule as their metadata.
+
+    Numbers of any kind become Python's own, so that equal settings compare, hash and print alike.
+    """
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -252,16 +246,13 @@ class Settings:
 
     def complaints(self) -> list[str]:
         """Return what is wrong, setting by setting."""
-        return [
-            f"{one.name} is {getattr(self, one.name)!r}, but must be {one.metadata['needed']}"
-            for one in fields(self)
-            if not _is_allowed(getattr(self, one.name), **one.metadata)
-        ]
-
-
-def _is_allowed(value: Any, kind: type, needed: str, allows: Any, optional: bool = False) -> bool:
-    del needed
-    return optional if value is None else type(value) is kind and bool(allows(value))
+        wrong = []
+        for one in fields(self):
+            value, rule = getattr(self, one.name), one.metadata
+            allowed = type(value) is rule["kind"] and rule["allows"](value)
+            if not allowed and not (value is None and "optional" in rule):
+                wrong.append(f"{one.name} is {value!r}, but must be {rule['needed']}")
+        return wrong
 
 
 class Cut(NamedTuple):
@@ -310,8 +301,8 @@ class Identity(Basis):
 class Dct(Basis):
     """The orthonormal DCT-II of chunks of ``chunk x chunk``; of ``chunk``, if the tensor has fewer than two dims.
 
-    Leading dims are folded into the rows. A dim that is shorter than the chunk is not padded to all of it, but to the
-    next power of two. A matrix of one row or one column is treated as flat.
+    Leading dims are folded into the rows; a dim shorter than the chunk is padded to the next power of two only. A
+    matrix of one row or one column is treated as flat.
     """
 
     chunk: int = field(default=64, metadata=_DCT_CHUNK)
@@ -327,13 +318,7 @@ class Dct(Basis):
 
 @dataclass(frozen=True)
 class Selector(Settings, ABC):
-    """Settings that say which coefficients of a chunk are sent; a base for frozen dataclasses.
-
-    Attributes:
-        selection: how the kernels select.
-        tau, seed, variable_length: what the plan's fields of the same names are; settings of those that have them.
-
-    """
+    """Which coefficients of a chunk are sent; a base for frozen dataclasses. Attributes are those of the plan."""
 
     selection: ClassVar[Selection]
     tau = 0.0
@@ -388,11 +373,7 @@ class TopRate(_Rated):
 
 @dataclass(frozen=True)
 class RandomK(_Rated):
-    """A random share ``rate`` of every chunk, the same on every rank, without indices on the wire.
-
-    Every coefficient is sent once before any is sent twice, in an order that follows from the seed, the tensor's name
-    and the round.
-    """
+    """A random share ``rate`` of every chunk, the same on all ranks, each coefficient once before any is sent twice."""
 
     seed: int = field(default=0, metadata=_WHOLE)
     selection = Selection.RANDOM_K
@@ -400,21 +381,17 @@ class RandomK(_Rated):
 
 @dataclass(frozen=True)
 class Striding(_Rated):
-    """Evenly spaced coefficients, the share ``rate`` of every chunk, moving on by one with every step.
-
-    Gaps are never longer than one over the rate, rounded up, so every coefficient is sent within so many steps.
-    """
+    """Evenly spaced coefficients, the share ``rate`` of every chunk, moving on by one with every step."""
 
     selection = Selection.STRIDING
 
 
 @dataclass(frozen=True)
 class Threshold(Selector):
-    """Every coefficient whose magnitude reaches ``tau``: as many as there are.
+    """Every coefficient whose magnitude reaches ``tau``, at most the share ``capacity`` of the tensor.
 
-    At most the share ``capacity`` of the tensor is sent: if more reach ``tau``, the largest are, of those about as
-    large the first, and the rest stays behind. Payloads are then equally long and need no exchange of lengths.
-    ``None``: all are sent, whatever it takes.
+    If more reach it, the largest are sent, of those about as large the first. ``None``: all are sent, and lengths are
+    exchanged first.
     """
 
     tau: float = field(metadata=_TAU)

@@ -1,7 +1,6 @@
 """Kinds of devices: a table with a row for each, and what the rest of the library asks about them.
 
 A new kind is a new row: with the kernels that it has, or with ``staged``, which copies to the host and uses the CPU's.
-Streams and devices are torch.accelerator's, whatever kind of device it stands for.
 """
 
 from __future__ import annotations
@@ -17,51 +16,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """The properties of a kind of device.
+    """The properties of a kind of device."""
 
-    Args:
-        name: torch's device type.
-        kernels: the name of its kernel set, see :mod:`flexcomm.kernels`.
-        backend: the torch.distributed backend that carries its memory; None: its tensors travel through the host.
-        has_streams: work on it is queued, so that the host must wait before it reads.
-        has_pinned_memory: copies to and from pinned host memory are queued, too.
-        profiler_range: makes a block that the vendor's profiler shows under a name; None: it has none.
-
-    """
-
-    name: str
-    kernels: str
-    backend: str | None
-    has_streams: bool
-    has_pinned_memory: bool
-    profiler_range: Callable[[str], AbstractContextManager[object]] | None = None
+    name: str  # torch's device type
+    kernels: str  # the name of its kernel set, see flexcomm.kernels
+    backend: str | None  # of torch.distributed, for its memory; None: its tensors travel through the host
+    has_streams: bool  # work on it is queued, so that the host must wait before it reads
+    has_pinned_memory: bool  # copies to and from pinned host memory are queued, too
+    profiler_range: Callable[[str], AbstractContextManager[object]] | None = None  # shown by the vendor's profiler
 
 
 HOST = DeviceKind("cpu", kernels="cpu", backend="gloo", has_streams=False, has_pinned_memory=False)
-KINDS = {
-    kind.name: kind
-    for kind in (
-        HOST,
-        DeviceKind(
-            "cuda",
-            kernels="gpu",
-            backend="nccl",
-            has_streams=True,
-            has_pinned_memory=True,
-            profiler_range=torch.cuda.nvtx.range,
-        ),
-    )
-}
-
-
-def is_supported(device: torch.device) -> bool:
-    """Return whether tensors on this device can be synchronised."""
-    return device.type in KINDS
-
-
-def supported_names() -> str:
-    """Return the kinds as people would list them."""
-    return " or ".join(KINDS)
+CUDA = DeviceKind("cuda", "gpu", "nccl", has_streams=True, has_pinned_memory=True, profiler_range=torch.cuda.nvtx.range)
+KINDS = {kind.name: kind for kind in (HOST, CUDA)}
 
 
 def accelerator() -> DeviceKind | None:
@@ -72,27 +39,22 @@ def accelerator() -> DeviceKind | None:
 
 def native_backend() -> str | None:
     """Return the backend that carries the accelerator's memory, if this torch was built with it."""
-    kind = accelerator()
-    if kind is None or kind.backend is None or not dist.is_backend_available(kind.backend):
-        return None
-    return kind.backend
+    backend = getattr(accelerator(), "backend", None)
+    return backend if backend is not None and dist.is_backend_available(backend) else None
 
 
 def backend_for(device_type: str) -> str:
     """Return the backend for tensors on this type of device: its own, else the host's, through which they travel."""
-    kind = KINDS.get(device_type, HOST)
-    return kind.backend or str(HOST.backend)
+    return KINDS.get(device_type, HOST).backend or str(HOST.backend)
 
 
 def backends_of_default_group() -> str:
     """Return the backends of torch's default process group, in torch's words: one for each type of device there is."""
     kind, native = accelerator(), native_backend()
-    host = str(HOST.backend)
-    return host if kind is None or native is None else f"{HOST.name}:{host},{kind.name}:{native}"
+    return f"{HOST.name}:{HOST.backend},{kind.name}:{native}" if kind and native else str(HOST.backend)
 
 
 def find_native(backend: str) -> DeviceKind | None:
-    """Return the kind of device whose memory a backend carries."""
     return next((kind for kind in KINDS.values() if kind.backend == backend), None)
 
 
@@ -114,18 +76,15 @@ def current_device(device_type: str) -> torch.device:
 
 
 def may_pin_for(x: Tensor) -> bool:
-    """Return whether host memory that ``x`` is copied to or from had better be pinned."""
     return KINDS[x.device.type].has_pinned_memory
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Wait for all that the device's current stream was given to do."""
     if KINDS[device.type].has_streams:
         torch.accelerator.current_stream(device).synchronize()
 
 
 def make_stream(device: torch.device) -> torch.Stream | None:
-    """Return a new stream of the device; None, if it has none."""
     return torch.Stream(device) if KINDS[device.type].has_streams else None
 
 
@@ -135,7 +94,7 @@ def record_event(device: torch.device) -> torch.Event | None:
 
 
 def wait_stream(device: torch.device, other: torch.Stream | None) -> None:
-    """Order the device's current stream behind what ``other`` was given to do."""
+    """Order the device's current stream behind ``other``."""
     if other is not None:
         torch.accelerator.current_stream(device).wait_stream(other)
 

@@ -20,8 +20,6 @@
 A backend's own exceptions are translated once, at the transport's edge, and stay attached as ``__cause__``.
 """
 
-from __future__ import annotations
-
 
 class FlexcommError(Exception):
     """Anything this library raises on purpose."""
@@ -44,15 +42,11 @@ class NonFiniteError(FlexcommError):
 
 
 class WireError(FlexcommError):
-    """A received payload is damaged, or is not the one expected; nothing was written.
-
-    ``sender`` says whose it is, ``field`` which part of it is wrong.
-    """
+    """The payload of ``sender`` is damaged in its ``field``, or is not the one expected; nothing was written."""
 
     def __init__(self, sender: str, field: str, problem: str) -> None:
         super().__init__(f"the payload of {sender} cannot be used, because of its {field}: {problem}")
-        self.sender = sender
-        self.field = field
+        self.sender, self.field = sender, field
 
 
 class SyncError(FlexcommError):
@@ -64,10 +58,7 @@ class TopologyError(FlexcommError):
 
 
 class ConfigMismatchError(FlexcommError):
-    """Ranks disagree on something that must be equal: found on all ranks before data moves, or in a received header.
-
-    Nothing was written.
-    """
+    """Ranks disagree on what must be equal: found before data moves, or in a received header. Nothing was written."""
 
 
 class TorchVersionError(FlexcommError):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -21,10 +20,9 @@ Phase = Literal["encode", "intra", "inter", "decode", "waiting"]
 class SyncRecord:
     """One synchronisation, or the sum of many.
 
-    Bytes are what this rank's calls send and receive, by the algorithm's own count; ``dense_bytes`` is the length of
-    what this rank works on: the tensors, shared among the ranks of its node. ``intra_s`` and ``inter_s`` reach from
-    the start of a collective to the moment its result was taken, so they overlap with everything else; ``waiting_s``
-    is the part of them for which the caller was blocked.
+    Bytes are what this rank sends and receives, by the algorithm's own count; ``dense_bytes`` is the length of what it
+    works on: the tensors, shared among the ranks of its node. ``intra_s`` and ``inter_s`` reach from the start of a
+    collective to the moment its result was taken; ``waiting_s`` is the part for which the caller was blocked.
     """
 
     syncs: int = 0
@@ -44,7 +42,6 @@ class SyncRecord:
     skipped: int = 0
 
     def add(self, other: SyncRecord) -> None:
-        """Add another record to this one."""
         mine = vars(self)
         for name, number in vars(other).items():
             mine[name] += number
@@ -53,7 +50,6 @@ class SyncRecord:
         vars(self)[f"{phase}_s"] += seconds
 
     def count(self, level: Literal["intra", "inter"], sent_bytes: int, received_bytes: int) -> None:
-        """Count a collective and what it moves."""
         numbers = vars(self)
         numbers[f"{level}_collectives"] += 1
         numbers[f"{level}_sent_bytes"] += sent_bytes
@@ -68,8 +64,7 @@ class SyncRecord:
 class Timed:
     """A block whose seconds are added to a phase of a record, and which profilers show as ``flexcomm.phase``.
 
-    Not a generator: those cost more than what a small call does. Entering a range at which nobody looks is not free
-    either, so there is none unless torch's profiler is on, or a GPU's vendor has tools that may be.
+    Not a generator, which would cost more than a small call; and no range unless a profiler may look at it.
     """
 
     def __init__(self, record: SyncRecord, phase: Phase) -> None:
@@ -86,12 +81,10 @@ class Timed:
             self._range.__enter__()
         self._begin_s = time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         vars(self._record)[f"{self._phase}_s"] += time.perf_counter() - self._begin_s
         if self._range is not None:
-            self._range.__exit__(kind, error, trace)
+            self._range.__exit__(*error)
 
 
 @cache

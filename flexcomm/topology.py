@@ -1,24 +1,21 @@
 """Rank, node and local rank, from what the launcher announced. Nothing here communicates.
 
-A launcher tells each rank about itself only: :func:`read_launcher`. ``flexcomm.connect`` gathers what all ranks were
-told and hands it to :func:`arrange`, which finds out which ranks share a node.
+A launcher tells each rank about itself only, :func:`read_launcher`; from what all were told, :func:`arrange` finds out
+which ranks share a node.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
-from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexcomm.errors import TopologyError
 
-RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"
-"""Overrides what the launcher says, for programs whose source cannot be changed."""
+RANKS_PER_NODE_VARIABLE = "FLEXCOMM_RANKS_PER_NODE"  # overrides what the launcher says
 Members = tuple[tuple[int, ...], ...]
 
 
@@ -40,12 +37,9 @@ class Topology:
                 f"rank i of the others, so start the same number on each (mpirun --map-by ppr:N:node, mpirun -ppn N, "
                 f"torchrun --nproc-per-node N, srun --ntasks-per-node N)."
             )
-        times = Counter(chain.from_iterable(self.members))
-        repeated = [rank for rank, count in times.items() if count > 1]
-        if repeated:
-            raise TopologyError(f"ranks {repeated} stand on more than one node or twice on one: {self.members}.")
-        if self.rank not in times:
-            raise TopologyError(f"rank {self.rank} is on no node of {self.members}.")
+        ranks = list(chain.from_iterable(self.members))
+        if len(set(ranks)) != len(ranks) or self.rank not in ranks:
+            raise TopologyError(f"rank {self.rank} is on no node, or a rank stands twice on nodes: {self.members}.")
 
     @property
     def size(self) -> int:
@@ -91,63 +85,29 @@ class RankInfo:
     local_size: int | None = None
 
 
-class Launcher(NamedTuple):
-    """The variables in which a launcher announces a rank's place; of several, the first that is set counts."""
-
-    name: str
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    node: tuple[str, ...] = ()
-    local_rank: tuple[str, ...] = ()
-    local_size: tuple[str, ...] = ()
-
-
-OPENMPI = Launcher(
-    "openmpi",
-    rank=("OMPI_COMM_WORLD_RANK",),
-    size=("OMPI_COMM_WORLD_SIZE",),
-    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-)
-# Hydra announces MPI_LOCAL*; Cray's PMI says PMI_LOCAL_*; others say neither, and then the MPI must be asked.
-PMI = Launcher(
-    "mpich",
-    rank=("PMI_RANK",),
-    size=("PMI_SIZE",),
-    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-)
-TORCHRUN = Launcher(
-    "torchrun",
-    rank=("RANK",),
-    size=("WORLD_SIZE",),
-    node=("GROUP_RANK",),
-    local_rank=("LOCAL_RANK",),
-    local_size=("LOCAL_WORLD_SIZE",),
-)
-SLURM = Launcher(
-    "slurm",
-    rank=("SLURM_PROCID",),
-    size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    node=("SLURM_NODEID",),
-    local_rank=("SLURM_LOCALID",),
-)
-MPI_LAUNCHERS = (OPENMPI.name, PMI.name)
+LAUNCHERS = {
+    # Hydra announces MPI_LOCAL*; Cray's PMI says PMI_LOCAL_*; others say neither, and then the MPI must be asked.
+    "openmpi": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE - OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpich": "PMI_RANK PMI_SIZE - MPI_LOCALRANKID|PMI_LOCAL_RANK MPI_LOCALNRANKS|PMI_LOCAL_SIZE",
+    "torchrun": "RANK WORLD_SIZE GROUP_RANK LOCAL_RANK LOCAL_WORLD_SIZE",
+    "slurm": "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS SLURM_NODEID SLURM_LOCALID -",
+}
+"""Variables for rank, size, node, local rank and local size (``-``: none); of several, the first that is set counts."""
+MPI_LAUNCHERS = ("openmpi", "mpich")
 
 
 def read_launcher(environ: Mapping[str, str]) -> RankInfo:
     """Return what the innermost launcher says of this rank.
 
     Launchers nest (``srun torchrun``, ``mpirun`` inside an allocation), and each leaves its variables behind. torchrun
-    marks its children, so it is innermost where it appears; an MPI's variables come before those of the Slurm step that
-    may have started its daemons.
+    is innermost where it appears; an MPI's variables come before those of the Slurm step that started its daemons.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
-        return rank_info_from(TORCHRUN, environ)
-    openmpi, pmi = (rank_info_if_any(launcher, environ) for launcher in (OPENMPI, PMI))
+        return rank_info_from("torchrun", environ)
+    openmpi, pmi = (rank_info_if_any(launcher, environ) for launcher in MPI_LAUNCHERS)
     # A batch script outside `srun` has the job's variables, but is one process.
     is_slurm_step = "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
-    slurm = rank_info_from(SLURM, environ) if is_slurm_step else None
+    slurm = rank_info_from("slurm", environ) if is_slurm_step else None
     # `srun --mpi=pmi2` sets PMI_* too, and Slurm then knows more. Hydra, whose proxies srun may start, tells them.
     if pmi and slurm and pmi.local_rank is None and (pmi.rank, pmi.size) == (slurm.rank, slurm.size):
         pmi = None
@@ -155,18 +115,17 @@ def read_launcher(environ: Mapping[str, str]) -> RankInfo:
     if found is None:
         return read_without_launcher(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        by_hand = rank_info_from(TORCHRUN, environ)
+        by_hand = rank_info_from("torchrun", environ)
         if (found.rank, found.size) != (by_hand.rank, by_hand.size):
             raise TopologyError(
-                f"two launchers contradict each other: {found.launcher} says rank {found.rank} of {found.size}, RANK "
-                f"and WORLD_SIZE say rank {by_hand.rank} of {by_hand.size}. Unset RANK and WORLD_SIZE, or make them "
-                f"agree."
+                f"{found.launcher} says rank {found.rank} of {found.size}, but RANK and WORLD_SIZE say rank "
+                f"{by_hand.rank} of {by_hand.size}: unset RANK and WORLD_SIZE, or make them agree."
             )
     return found
 
 
 def read_without_launcher(environ: Mapping[str, str]) -> RankInfo:
-    by_hand = rank_info_if_any(TORCHRUN, environ)
+    by_hand = rank_info_if_any("torchrun", environ)
     if by_hand is not None:
         return replace(by_hand, launcher="environment")
     if "PMIX_RANK" in environ:
@@ -177,31 +136,36 @@ def read_without_launcher(environ: Mapping[str, str]) -> RankInfo:
     return RankInfo("none", node=0, local_rank=0, local_size=1)
 
 
-def rank_info_if_any(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo | None:
-    names = launcher.rank + launcher.size + launcher.local_rank + launcher.local_size
-    return rank_info_from(launcher, environ) if any(name in environ for name in names) else None
+def rank_info_if_any(launcher: str, environ: Mapping[str, str]) -> RankInfo | None:
+    rank, size, _, *local = variables_of(launcher)
+    return rank_info_from(launcher, environ) if any(name in environ for name in chain(rank, size, *local)) else None
 
 
-def rank_info_from(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:
+def variables_of(launcher: str) -> list[list[str]]:
+    return [names.split("|") for names in LAUNCHERS[launcher].split()]
+
+
+def rank_info_from(launcher: str, environ: Mapping[str, str]) -> RankInfo:
     """Return what ``launcher`` announced; raise unless it is complete, and can be true."""
-    rank, size, node, local_rank, local_size = (first_number(names, environ) for names in launcher[1:])
-    seen = ", ".join(f"{name}={environ[name]}" for name in chain(*launcher[1:]) if name in environ)
+    variables = variables_of(launcher)
+    rank, size, node, local_rank, local_size = (first_number(names, environ) for names in variables)
+    seen = ", ".join(f"{name}={environ[name]}" for name in chain(*variables) if name in environ)
     if rank is None or size is None:
-        missing = [*(launcher.rank if rank is None else ()), *(launcher.size if size is None else ())]
+        missing = [name for name in chain(*variables[:2]) if name not in environ]
         raise TopologyError(
-            f"{launcher.name} announced only part of this rank's place: {seen or 'nothing'}, but not "
+            f"{launcher} announced only part of this rank's place: {seen or 'nothing'}, but not "
             f"{' and '.join(missing)}. Start the program through the launcher itself, or unset the variables above."
         )
-    if launcher is SLURM:
+    if launcher == "slurm":
         tasks = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         seen += f", SLURM_STEP_TASKS_PER_NODE={tasks}"
         local_size = tasks[node] if node is not None and node < len(tasks) else None
     if not (rank < size and (local_rank or 0) < (size if local_size is None else local_size) <= size):
         raise TopologyError(
-            f"{launcher.name} announced an impossible place: {seen}. A rank is below its size, and a node holds no "
+            f"{launcher} announced an impossible place: {seen}. A rank is below its size, and a node holds no "
             f"more ranks than there are. Variables of an outer launcher or an earlier run may be left over: unset them."
         )
-    return RankInfo(launcher.name, rank, size, node, local_rank, local_size)
+    return RankInfo(launcher, rank, size, node, local_rank, local_size)
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
@@ -211,7 +175,6 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def first_number(names: Sequence[str], environ: Mapping[str, str]) -> int | None:
-    """Return the number in the first variable that is set, if one is."""
     for name in names:
         if name in environ:
             text = environ[name].strip()
@@ -235,9 +198,8 @@ def blocks(size: int, ranks_per_node: int) -> Members:
 def arrange(rank_infos: Sequence[RankInfo]) -> Members | None:
     """Return the ranks of every node, from what all ranks were told; ``None`` where only an MPI can tell.
 
-    ``rank_infos[rank]`` is that rank's. Where nodes are numbered, ranks may lie on them in any order. Where they are
-    not (every ``mpirun``), blocks of consecutive ranks are recognised by their local ranks counting up from 0; nothing
-    else can be.
+    Where nodes are numbered, ranks may lie on them in any order. Where they are not (every ``mpirun``), only blocks of
+    consecutive ranks are recognised, by their local ranks counting up from 0.
     """
     if any(one.local_rank is None for one in rank_infos):
         return None
@@ -273,8 +235,7 @@ def from_mesh(mesh: DeviceMesh, *, rank: int, inter: str, intra: str) -> Topolog
     if sorted(names) != sorted((inter, intra)):
         raise TopologyError(
             f"the mesh has axes {names or '(unnamed)'}, needed are exactly {inter!r} (across nodes) and {intra!r} "
-            f"(inside a node). Name them in init_device_mesh(..., mesh_dim_names=...), pass inter= and intra=, or "
-            f"slice the two out of a larger mesh: mesh[{inter!r}, {intra!r}]."
+            f"(inside a node): name them by mesh_dim_names=, pass inter= and intra=, or slice the two out of a mesh."
         )
     rows = (mesh.mesh if names[0] == inter else mesh.mesh.T).tolist()
     # A slice of a larger job counts its own ranks from 0.

@@ -30,7 +30,6 @@ def private(owner: object, *names: str) -> Any:  # torch gives no types to what 
 
 
 def missing(name: str) -> TorchVersionError:
-    """Return the error to raise where this torch does not have the private ``name``."""
     return TorchVersionError(
         f"torch {torch.__version__} has no {name}, which torch keeps private and flexcomm {__version__} needs. Install "
         f"a torch it was tested with ({', '.join(TESTED_VERSIONS)}; pip install torch=={TESTED_VERSIONS[-1]}), or a "
@@ -43,11 +42,6 @@ def log_untested_version() -> None:
     """Warn, once in a process, if this torch is newer than all versions that were tested."""
     public = TorchVersion(torch.__version__.split("+")[0])
     if public > TESTED_VERSIONS[-1]:
-        log.warning(
-            "torch %s is newer than those flexcomm %s was tested with (%s; on %s). If anything fails, try torch %s.",
-            torch.__version__,
-            __version__,
-            ", ".join(TESTED_VERSIONS),
-            TESTED_ON,
-            TESTED_VERSIONS[-1],
-        )
+        tested = f"{', '.join(TESTED_VERSIONS)}; on {TESTED_ON}"
+        message = "torch %s is newer than those flexcomm %s was tested with (%s). If anything fails, try torch %s."
+        log.warning(message, torch.__version__, __version__, tested, TESTED_VERSIONS[-1])

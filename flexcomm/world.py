@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Self
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from flexcomm.bootstrap.consistency import ConsistencyCheck
 from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport_argument
-from flexcomm.bootstrap.job import abort_job_if_mpi_is_started, join_mpi_job, place_in_shared_memory
+from flexcomm.bootstrap.job import abort_job_on_exception, join_mpi_job, place_in_shared_memory
 from flexcomm.device import backend_for, current_device, native_backend, own_device
 from flexcomm.errors import ConfigMismatchError, TopologyError, TransportUnavailableError
 from flexcomm.stats import SyncRecord
@@ -51,10 +52,9 @@ log = logging.getLogger(__name__)
 class World:
     """All ranks of a job.
 
-    ``intra`` joins the ranks of this node, ``inter`` those that hold this local rank on every node. ``control`` joins
-    all ranks through host memory, for settings and outcomes. A ``with`` block closes the world at its end; after an
-    exception it leaves that to the end of the process, because closing takes all ranks and the others may be waiting
-    elsewhere.
+    ``intra`` joins the ranks of this node, ``inter`` those that hold this local rank on every node, ``control`` all
+    ranks through host memory, for settings and outcomes. A ``with`` block closes the world at its end, but not after an
+    exception: closing takes all ranks, and the others may be waiting elsewhere.
     """
 
     topology: Topology
@@ -63,13 +63,12 @@ class World:
     control: Transport
     device: torch.device
     _consistency: ConsistencyCheck
-    _closers: list[Callable[[], None]] = field(default_factory=list)
+    _closers: ExitStack = field(default_factory=ExitStack)
     _total: SyncRecord = field(default_factory=SyncRecord)
     _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=256))
+    # Make a second transport for `intra` and for `inter`.
     _clones: tuple[Callable[[], Transport], Callable[[], Transport]] | None = None
-    """Make a second transport for ``intra`` and for ``inter``."""
-    _passed: Mapping[str, Transport] = field(default_factory=dict)
-    """Transports that the user passed, by leg; only those with a ``clone()`` can be cloned."""
+    _passed: Mapping[str, Transport] = field(default_factory=dict)  # by the user; cloned if they have a clone()
 
     def __post_init__(self) -> None:
         self._inter_consistency = ConsistencyCheck(self.inter)
@@ -82,12 +81,12 @@ class World:
         """Return when ``fields`` are equal on all ranks, else raise ``ConfigMismatchError`` on all of them.
 
         One small collective when these values are new, none when they were agreed before: ranks that use different
-        values, each agreed earlier, are not found here. What changes from step to step belongs into what is sent.
+        values, each agreed earlier, are not found here.
         """
         self._consistency.check(fields)
 
     def agree_inter(self, fields: Mapping[str, object]) -> None:
-        """Do as :meth:`agree` does, among the ranks that hold this local rank on every node."""
+        """Do as :meth:`agree` does, among the ranks of ``inter``."""
         self._inter_consistency.check(fields)
 
     def stats(self) -> dict[str, float]:
@@ -104,13 +103,10 @@ class World:
         self._recent.append({**remarks, **record.as_dict()})
 
     def node_only(self) -> World:
-        """Return this rank's node as a world of its own, with the same statistics; it ends with this one.
-
-        All nodes use theirs alike: settings that are new are still compared among all ranks.
-        """
+        """Return this rank's node as a world of its own, which ends with this one. All nodes use theirs alike."""
         inter = LoopbackTransport(self.inter.timeout_s)
         topology = replace(self.topology, members=(self.topology.members[self.topology.node],))
-        return replace(self, topology=topology, inter=inter, _closers=[], _clones=None)
+        return replace(self, topology=topology, inter=inter, _closers=ExitStack(), _clones=None)
 
     @property
     def can_clone_groups(self) -> bool:
@@ -124,33 +120,27 @@ class World:
         was passed to :func:`connect` is asked for its ``clone()``.
 
         Raises:
-            TransportUnavailableError: a transport that was passed has no ``clone()``.
+            TransportUnavailableError: a transport that was passed has no ``clone()``, or this is a part of a world.
 
         """
-        if self._clones is None:
-            raise TopologyError(
-                "the groups of a part of a world cannot be cloned: call clone_groups() on the whole world."
+        # Checked first, for making a group takes all ranks.
+        passed = ((f"{describe_transport(one)}, passed as {leg},", one) for leg, one in self._passed.items())
+        lacking = [described for described, one in passed if not hasattr(one, "clone")]
+        if self._clones is None or lacking:
+            of = " and ".join(lacking) or "a part of a world"
+            raise TransportUnavailableError(
+                f"clone_groups() needs second groups, which {of} cannot make. Give a transport of your own a method "
+                f"clone() that returns another one on the same ranks; of a part of a world, clone the whole."
             )
-        for leg, transport in self._passed.items():  # Checked first, for making a group takes all ranks.
-            if not hasattr(transport, "clone"):
-                raise TransportUnavailableError(
-                    f"clone_groups() needs a second group of the same ranks, which {describe_transport(transport)}, "
-                    f"passed as {leg}, cannot make. Give it a method clone() that returns another transport on the "
-                    f"same ranks, with the same rank and size, whose collectives are independent of the first one's; "
-                    f"all ranks call it together."
-                )
         intra, inter = (clone() for clone in self._clones)
-        return replace(self, intra=intra, inter=inter, _closers=[])
+        return replace(self, intra=intra, inter=inter, _closers=ExitStack())
 
     def with_transports(
         self, *, inter: Callable[[Transport], Transport], control: Callable[[Transport], Transport]
     ) -> World:
-        """Return the same ranks with other transports across nodes; either world closes both. All ranks call it.
+        """Return the same ranks with what the functions make of ``inter``, its later clones, and ``control``.
 
-        Args:
-            inter: returns what is used in place of ``inter``, and of every later clone of it.
-            control: returns what is used in place of ``control``.
-
+        All ranks call it. Either world closes both.
         """
         new_control, clones = control(self.control), self._clones
         return replace(
@@ -163,11 +153,11 @@ class World:
 
     def at_close(self, closer: Callable[[], None]) -> None:
         """Have ``closer`` called first when this world is closed."""
-        self._closers.append(closer)
+        self._closers.callback(closer)
 
     def close(self) -> None:
-        """Destroy the groups and communicators this world made. All ranks call it; calling again does nothing."""
-        close_all(self._closers)
+        """Destroy the groups this world made. All ranks call it; calling again does nothing."""
+        self._closers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -175,12 +165,6 @@ class World:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-
-
-def close_all(closers: list[Callable[[], None]]) -> None:
-    """Run ``closers`` last to first, each once."""
-    while closers:
-        closers.pop()()
 
 
 def connect(
@@ -214,7 +198,7 @@ def connect(
         world = flexcomm.connect(inter=MyTransport(...), ranks_per_node=2)
 
     """
-    abort_job_if_mpi_is_started()  # First: a rank that fails alone would wait for the others in MPI_Finalize.
+    abort_job_on_exception()  # First: a rank that fails alone would wait for the others in MPI_Finalize.
     check_transport_argument("intra", intra)
     check_transport_argument("inter", inter)
     check_timeout(timeout_s)
@@ -228,7 +212,7 @@ def connect(
     try:
         return assemble(factory, intra, inter, ranks_per_node)
     except (ConfigMismatchError, TopologyError):
-        close_all(factory.closers)  # Safe though closing takes all ranks: these two are raised by all of them.
+        factory.closers.close()  # Safe though closing takes all ranks: these two are raised by all of them.
         raise
 
 
@@ -244,7 +228,7 @@ def assemble(
     inter: TransportName | Transport,
     ranks_per_node: int | None,
 ) -> World:
-    """Join all ranks, let them compare what they were told, then join those inside a node and those between nodes."""
+    """Join all ranks, let them compare what they were told, then join those of a node, and those between nodes."""
     rank_info = factory.rank_info
     control = factory.join_everybody()
     consistency = ConsistencyCheck(control)
@@ -286,15 +270,14 @@ def check_passed_transports(
     topology: Topology, intra: TransportName | Transport, inter: TransportName | Transport, control: Transport
 ) -> None:
     """Raise on all ranks unless the transports that were passed join the ranks that the topology says."""
-    legs = (("intra", intra, topology.local_size, topology.local_rank), ("inter", inter, topology.nodes, topology.node))
-    passed = [(leg, one, size, rank) for leg, one, size, rank in legs if not isinstance(one, str)]
-    if not passed:
+    if isinstance(intra, str) and isinstance(inter, str):
         return
+    legs = (("intra", intra, topology.local_rank, topology.local_size), ("inter", inter, topology.node, topology.nodes))
     wrong = [
         f"{describe_transport(one)} was passed as {leg}, with rank {one.rank} of {one.size}, but needed is rank {rank} "
         f"of {size}"
-        for leg, one, size, rank in passed
-        if (one.rank, one.size) != (rank, size)
+        for leg, one, rank, size in legs
+        if not isinstance(one, str) and (one.rank, one.size) != (rank, size)
     ]
     # A rank that raised alone would leave the others waiting in the next group that is made.
     counts = control.all_gather(torch.tensor(len(wrong))).wait()
@@ -329,7 +312,7 @@ def connect_mesh(
         world = flexcomm.connect_mesh(mesh, inter="replicate", intra="shard")
 
     """
-    abort_job_if_mpi_is_started()
+    abort_job_on_exception()
     check_timeout(timeout_s)
     topology = from_mesh(mesh, rank=dist.get_rank(), inter=inter, intra=intra)
     if topology.rank == 0:
@@ -340,7 +323,7 @@ def connect_mesh(
     control = factory.make("gloo", [ranks]) if is_whole_job else factory.join(ranks, "gloo")
     consistency = ConsistencyCheck(control)
     consistency.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
-    groups = mesh.get_group(intra), mesh.get_group(inter)
+    groups, members_of = (mesh.get_group(intra), mesh.get_group(inter)), dist.get_process_group_ranks
     return World(
         topology,
         factory.wrap(groups[0], backend),
@@ -350,14 +333,14 @@ def connect_mesh(
         consistency,
         factory.closers,
         _clones=(
-            lambda: factory.join(dist.get_process_group_ranks(groups[0]), backend),
-            lambda: factory.join(dist.get_process_group_ranks(groups[1]), backend),
+            lambda: factory.join(members_of(groups[0]), backend),
+            lambda: factory.join(members_of(groups[1]), backend),
         ),
     )
 
 
 def read_rank_info() -> RankInfo:
-    """Return what the launcher says; what torch was told, if it was started without any launcher's variables."""
+    """Return what the launcher says; without one, what torch was told."""
     rank_info = read_launcher(os.environ)
     if not dist.is_initialized():
         return rank_info
@@ -367,8 +350,7 @@ def read_rank_info() -> RankInfo:
     if (rank, size) != (rank_info.rank, rank_info.size):
         raise TopologyError(
             f"torch.distributed is started with rank {rank} of {size}, but {rank_info.launcher} announced rank "
-            f"{rank_info.rank} of {rank_info.size}. Start torch.distributed with the launcher's numbers, or let "
-            f"flexcomm.connect() start it."
+            f"{rank_info.rank} of {rank_info.size}: start it with the launcher's numbers, or let connect() start it."
         )
     return rank_info
 
@@ -387,8 +369,7 @@ def find_members(rank_info: RankInfo, control: Transport, comm: MPI.Intracomm | 
         members = gather_and_arrange(*place_in_shared_memory(comm))
     if members is None:
         raise TopologyError(
-            f"{rank_info.launcher} started rank {rank_info.rank} of {rank_info.size}, but did not tell which ranks "
-            f"share a node (local rank: {rank_info.local_rank}, ranks on this node: {rank_info.local_size}). Pass "
-            f"ranks_per_node= to flexcomm.connect, set LOCAL_RANK and LOCAL_WORLD_SIZE, or install mpi4py under mpirun."
+            f"{rank_info.launcher} did not tell which ranks share a node: {rank_info}. Pass ranks_per_node= to "
+            f"flexcomm.connect, set LOCAL_RANK and LOCAL_WORLD_SIZE, or install mpi4py under mpirun."
         )
     return members

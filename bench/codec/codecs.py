@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexcomm import Compressor, TensorSpec, demo
-from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
+from flexcomm import Compressor, NonFiniteError, TensorSpec, demo
+from flexcomm.codec import Decoder, Encoder, plan_buffer
 from flexcomm.kernels import Average, StateUpdate, choose_kernels
 
 CHUNK = 64
@@ -23,27 +23,23 @@ class FlexcommCodec:
         self.kernels = choose_kernels(torch.device("cpu"))
         # Filled, not zeros: fresh zeros are pages the machine has yet to find.
         self.state = torch.empty(self.plan.plans[0].state_shape).fill_(0.0)
-        self.buffer = torch.empty(self.plan.nbytes, dtype=torch.uint8).fill_(0)
+        buffer = torch.empty(self.plan.nbytes, dtype=torch.uint8).fill_(0)
+        self.encoder = Encoder(self.plan, buffer, self.kernels)
         self.update = StateUpdate(decay)
 
     def encode_(self, gradient: Tensor) -> Tensor:
         """Update the momentum, move the sent part out of it, and return that part as bytes."""
-        nbytes = encode_bucket_(
-            self.plan,
-            [gradient],
-            self.buffer,
-            step=0,
-            sequence=0,
-            kernels=self.kernels,
-            states=[self.state],
-            update=self.update,
-        )
-        return self.buffer[:nbytes]
+        problem = self.encoder.encode_([gradient], [self.state], [self.state], self.update, step=0, sequence=0)
+        if problem:
+            raise NonFiniteError(problem)
+        return self.encoder.buffer[: self.encoder.nbytes]
 
     def decode_(self, out: Tensor, gathered: Tensor, nodes: int, average: Average = "contributors") -> None:
         """Fill ``out`` with the average of the buffers of all nodes, which are of equal length."""
-        regions = regions_of([f"node {node}" for node in range(nodes)], [gathered.numel() // nodes] * nodes)
-        decode_bucket_(self.plan, gathered, regions, [out], step=0, sequence=0, kernels=self.kernels, average=average)
+        senders, nbytes = [f"node {node}" for node in range(nodes)], [gathered.numel() // nodes] * nodes
+        decoder = Decoder(self.plan, gathered, senders, self.kernels, nbytes)
+        decoder.verify(step=0, sequence=0)
+        decoder.decode_([out], step=0, average=average)
 
 
 class Sent(NamedTuple):

@@ -76,7 +76,7 @@ def _coefficients(plan: TensorPlan, node: int) -> Tensor:
     position = torch.arange(plan.chunk_numel).view(1, -1)
     numel, keep = _density(plan)
     # Evenly spaced: of any `numel` places in a row, `keep` are taken.
-    offset = position + chunk * (plan.chunk_numel if plan.is_variable else 7) + 13 * node
+    offset = position + chunk * (plan.chunk_numel if plan.variable_count else 7) + 13 * node
     is_sent = offset * keep % numel < keep
     is_negative = (position * 40503 + chunk * 9973 >> 4) & 1
     magnitude = 2.0 ** (node % _MAGNITUDES) * _at_least(plan.tau)
@@ -96,7 +96,7 @@ def _density(plan: TensorPlan) -> tuple[int, int]:
     """Return how many coefficients are nonzero out of how many. Where all ranks send the same ones: all of them."""
     if plan.selection.rule.sample_key is not None:
         return 1, 1
-    if plan.is_variable:
+    if plan.variable_count:
         # Half of the capacity: the ranks of a node share it out, and rounding may take some of it from one of them.
         return plan.chunks * plan.chunk_numel, plan.k if plan.variable_length else max(1, plan.k // 2)
     return plan.chunk_numel, plan.k

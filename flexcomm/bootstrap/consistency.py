@@ -1,9 +1,8 @@
 """What ranks tell each other: their settings before data moves, and how far they are after a missed deadline.
 
-Ranks compare what must be equal, because no backend does it for them: unequal sizes make MPI write past buffers
-and gloo abort; unequal dtypes pass silently as other numbers. So ranks exchange a fixed-size digest of their settings:
-one small collective when something is new, none when it was agreed before. Only when digests differ do the settings
-themselves travel, to tell people which ranks differ in what.
+No backend compares what must be equal: unequal sizes make MPI write past buffers and gloo abort; unequal dtypes pass
+silently as other numbers. So ranks exchange a digest of their settings when something is new, and only when digests
+differ the settings themselves, to tell people which ranks differ in what.
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ if TYPE_CHECKING:
     from flexcomm.world import World
 
 MOST_FIELDS = 1 << 16
-REPORT_BYTES = 1 << 16
-"""The longest report of a rank's settings, so that no rank allocates what another one asks for."""
+REPORT_BYTES = 1 << 16  # of a rank's settings, so that no rank allocates what another one asks for
 VALUE_CHARACTERS = 200
-DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"
-"""Where reports of missed deadlines go; the folder for temporary files, if it is not set."""
+DUMP_VARIABLE = "FLEXCOMM_DUMP_DIR"  # where reports of missed deadlines go; else to the folder for temporary files
 _PATIENCE_S = 5.0
 
 Settings = dict[str, str]
@@ -50,8 +47,7 @@ class ConsistencyCheck:
     def check(self, fields: Mapping[str, object]) -> None:
         """Return when ``fields`` are equal on every rank; raise ``ConfigMismatchError`` on every rank otherwise.
 
-        Values are compared by their ``str``. Every rank must call it at the same point; values that were agreed before
-        are not compared again.
+        Values are compared by their ``str``. Every rank calls it at the same point.
         """
         settings = {name: str(value) for name, value in fields.items()}
         digest = digest_of(settings)
@@ -93,11 +89,9 @@ def digest_of(value: object, nbytes: int = 32) -> bytes:
 
 def encode_report(settings: Settings) -> bytes:
     """Return ``settings`` as JSON of at most ``REPORT_BYTES``: long values cut and marked with their digest."""
-    shortened = {name: shorten(value) for name, value in settings.items()}
-    text = json.dumps(shortened).encode()
-    while len(text) > REPORT_BYTES:
-        shortened = dict(list(shortened.items())[: len(shortened) // 2])
-        text = json.dumps(shortened).encode()
+    shortened = [(name, shorten(value)) for name, value in settings.items()]
+    while len(text := json.dumps(dict(shortened)).encode()) > REPORT_BYTES:
+        shortened = shortened[: len(shortened) // 2]
     return text
 
 
@@ -145,9 +139,7 @@ def explain_timeout(world: World, error: DeadlineExceededError, sequence: int) -
     if silent:
         found = f"No answer came from {name_ranks(silent)}: look there first."
     elif behind:
-        found = (
-            f"{name_ranks(behind).capitalize()} had come to fewer calls than this rank: slow, or making other calls."
-        )
+        found = f"{name_ranks(behind).capitalize()} had come to fewer calls than this rank: slow, or in other calls."
     else:
         found = "All ranks answer and have come to this call: the link is slower than timeout_s allows, or a rank is."
     explained = DeadlineExceededError(f"{error} {found}{write_report(world, reached)}")
@@ -156,10 +148,7 @@ def explain_timeout(world: World, error: DeadlineExceededError, sequence: int) -
 
 
 def ask_all_ranks(world: World, sequence: int) -> list[int | None]:
-    """Return to which bucket each rank has come; None for those that do not answer in time.
-
-    They answer when they ask themselves: all that wait for the missing one miss their deadline, too.
-    """
+    """Return to which bucket each rank has come; None for those that do not answer, by asking themselves, in time."""
     control, mine = world.control, torch.tensor([sequence])
     answers = torch.full((control.size, 1), -1)
     answered, asked = {control.rank: sequence}, {}
@@ -184,7 +173,7 @@ def ask_all_ranks(world: World, sequence: int) -> list[int | None]:
 
 
 def write_report(world: World, reached: list[int | None]) -> str:
-    """Write what is known into a file; return a sentence that says where it is, or nothing if it cannot be written."""
+    """Write what is known into a file; return a sentence that says where it is, if it could be written."""
     folder = Path(os.environ.get(DUMP_VARIABLE, tempfile.gettempdir()))
     path = folder / f"flexcomm-rank{world.topology.rank}-{os.getpid()}.json"
     report = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
@@ -11,8 +12,7 @@ import torch.distributed as dist
 from flexcomm.bootstrap.job import barrier_with_timeout, start_torch
 from flexcomm.device import HOST, KINDS, find_native, native_backend
 from flexcomm.errors import InvalidArgumentError, TransportUnavailableError
-from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport
-from flexcomm.transport.base import PROPERTIES, VERBS
+from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from flexcomm.topology import RankInfo
-    from flexcomm.transport import Transport
 
 TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 """``auto``, ``mpi``, and the backends of the devices in :data:`flexcomm.device.KINDS`."""
@@ -33,8 +32,7 @@ _users_of_default_group = 0
 def check_transport_argument(leg: str, kind: TransportName | Transport) -> None:
     """Raise unless ``kind`` names a transport that this machine has, or is one."""
     if not isinstance(kind, str):
-        missing = [name for name in PROPERTIES if not hasattr(kind, name)]
-        missing += [verb for verb in VERBS if not callable(getattr(kind, verb, None))]
+        missing = [name for name in vars(Transport) if not name.startswith("_") and not hasattr(kind, name)]
         if missing:
             raise InvalidArgumentError(
                 f"{leg}={kind!r} is neither the name of a transport nor a transport: it has no {', '.join(missing)}. "
@@ -42,16 +40,13 @@ def check_transport_argument(leg: str, kind: TransportName | Transport) -> None:
             )
         return
     if kind not in get_args(TransportName):
-        raise InvalidArgumentError(
-            f"there is no transport {kind!r}. Choose one of {', '.join(get_args(TransportName))}, or pass a transport "
-            f"of your own."
-        )
+        names = ", ".join(get_args(TransportName))
+        raise InvalidArgumentError(f"there is no transport {kind!r}. Choose one of {names}, or pass one of your own.")
     native = find_native(kind)
     if native is not None and native is not HOST and kind != native_backend():
         raise TransportUnavailableError(
-            f"{kind} needs a {native.name.upper()} device and a torch built with {kind.upper()}; this process sees "
-            f"neither or only one. Use 'auto' or 'gloo', or check {native.name.upper()}_VISIBLE_DEVICES and the torch "
-            f"build."
+            f"{kind} needs a {native.name.upper()} device and a torch built with {kind.upper()}, but one is missing. "
+            f"Use 'auto' or 'gloo', or check {native.name.upper()}_VISIBLE_DEVICES and the torch build."
         )
 
 
@@ -62,12 +57,12 @@ def check_timeout(timeout_s: float) -> None:
 
 @dataclass
 class GroupFactory:
-    """Makes process groups and MPI communicators; ``closers``, run last to first, destroy them."""
+    """Makes process groups and MPI communicators, which ``closers`` destroy."""
 
     rank_info: RankInfo
     comm: MPI.Intracomm | None
     timeout_s: float
-    closers: list[Callable[[], None]] = field(default_factory=list)
+    closers: ExitStack = field(default_factory=ExitStack)
 
     def join_everybody(self) -> Transport:
         """Return a host transport of all ranks; start torch's default process group, unless somebody has."""
@@ -79,10 +74,9 @@ class GroupFactory:
         return control or self.make("gloo", everybody)
 
     def make(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the transport of this rank's group, which holds its ranks in the order given.
+        """Return the transport of this rank's group, whose ranks are in the order given, or the one that was passed.
 
-        All ranks of the job call it together, with the same groups: each rank is in one, and all are of one size.
-        A transport in place of a name is returned as it is.
+        All ranks of the job call it together, with the same groups, all of one size.
         """
         if not isinstance(kind, str):
             return kind
@@ -97,7 +91,6 @@ class GroupFactory:
         return PerDeviceTransport(host, self._torch(native, groups))
 
     def clone(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return a second transport for what :meth:`make` made."""
         if isinstance(kind, str):
             return self.make(kind, groups)
         clone: Callable[[], Transport] = kind.clone  # type: ignore[attr-defined]  # Checked by World.clone_groups.
@@ -118,32 +111,27 @@ class GroupFactory:
         """
         if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
-        return TorchTransport(self._new_group(ranks, backend, use_local_synchronization=True), backend, self.timeout_s)
+        return TorchTransport(self._new_group(ranks, backend, members_only=True), backend, self.timeout_s)
 
     def _mpi(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]]) -> MPITransport:
         color = self._own(groups)
         barrier_with_timeout(comm, self.timeout_s)
         transport = MPITransport(comm.Split(color, groups[color].index(self.rank_info.rank)), self.timeout_s)
-        self.closers.append(transport.close)
+        self.closers.callback(transport.close)
         return transport
 
     def _torch(self, backend: str, groups: Sequence[Sequence[int]]) -> TorchTransport:
         # Every rank makes every group, because of [Note: group names].
         made = [self._new_group(ranks, backend) for ranks in groups]
         transport = TorchTransport(made[self._own(groups)], backend, self.timeout_s)
-        self.closers.append(transport.close)
+        self.closers.callback(transport.close)
         return transport
 
-    def _new_group(
-        self, ranks: Sequence[int], backend: str, *, use_local_synchronization: bool = False
-    ) -> dist.ProcessGroup:
+    def _new_group(self, ranks: Sequence[int], backend: str, *, members_only: bool = False) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=self.timeout_s)
         try:
             group: dist.ProcessGroup = dist.new_group(
-                list(ranks),
-                timedelta(seconds=self.timeout_s),
-                backend,
-                use_local_synchronization=use_local_synchronization,
-                sort_ranks=False,
+                list(ranks), timeout, backend, use_local_synchronization=members_only, sort_ranks=False
             )
         except (dist.DistError, RuntimeError) as error:
             raise TransportUnavailableError(
@@ -162,7 +150,7 @@ class GroupFactory:
         elif _users_of_default_group == 0:
             return
         _users_of_default_group += 1
-        self.closers.append(_release_default_group)
+        self.closers.callback(_release_default_group)
 
     def _own(self, groups: Sequence[Sequence[int]]) -> int:
         return next(number for number, ranks in enumerate(groups) if self.rank_info.rank in ranks)

@@ -1,8 +1,7 @@
 """The job this process is a rank of: its MPI, if it has one, and torch's default process group.
 
-[Note: rendezvous] Under an MPI, rank 0 opens a store for torch on a free port and MPI carries its addresses to the
-others, so nobody sets ``MASTER_ADDR``. Elsewhere ``MASTER_ADDR`` and ``MASTER_PORT`` count; under Slurm they follow
-from the job, if not set.
+Under an MPI, rank 0 opens a store for torch on a free port, and MPI carries its addresses to the others. Elsewhere
+``MASTER_ADDR`` and ``MASTER_PORT`` count; under Slurm they follow from the job, if not set.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def join_mpi_job(rank_info: RankInfo, *, required: bool) -> MPI.Intracomm | None
             f"({library}) says rank {rank} of {size}. They are different MPIs: start with the mpirun of that library, "
             f"or point mpi4py at the launcher's (MPI4PY_MPIABI, LD_LIBRARY_PATH)."
         )
-    abort_job_on_exception(comm)
+    abort_job_on_exception()
     return comm
 
 
@@ -106,22 +105,17 @@ def place_in_shared_memory(comm: MPI.Intracomm) -> tuple[int, int, int]:
     return place
 
 
-def abort_job_if_mpi_is_started() -> None:
-    """Do :func:`abort_job_on_exception` if this process has started MPI already; never start it."""
-    module = sys.modules.get("mpi4py.MPI")
-    if module is not None and module.Is_initialized() and not module.Is_finalized():
-        abort_job_on_exception(module.COMM_WORLD)
-
-
-def abort_job_on_exception(comm: MPI.Intracomm) -> None:
-    """From now on, an exception that ends this process ends every process of ``comm``, with this rank's traceback.
+def abort_job_on_exception() -> None:
+    """From now on, an exception that ends this process ends every process of its MPI job, with this rank's traceback.
 
     Without this, ``mpirun python x.py`` hangs for ever: the rank that failed waits for the others in ``MPI_Finalize``,
-    and they wait for it in a collective.
+    and they wait for it in a collective. Does nothing unless this process has started MPI.
     """
     global _hook_is_installed
-    if _hook_is_installed:
+    module = sys.modules.get("mpi4py.MPI")
+    if _hook_is_installed or module is None or not module.Is_initialized() or module.Is_finalized():
         return
+    comm = module.COMM_WORLD
     previous = sys.excepthook
     rank, size = comm.Get_rank(), comm.Get_size()
 
@@ -141,11 +135,7 @@ def abort_job_on_exception(comm: MPI.Intracomm) -> None:
 
 
 def write_at_once(text: str) -> None:
-    """Write ``text`` to the terminal in one call, because other ranks write too.
-
-    To the file descriptor, not ``sys.stderr``: torch's hook captures what hooks below it print, to show it later, and
-    there is no later.
-    """
+    """Write ``text`` in one call, because other ranks write too; not to ``sys.stderr``, which torch's hook captures."""
     with contextlib.suppress(OSError, ValueError):  # A closed or broken output must not keep the job from ending.
         sys.stdout.flush()
     with contextlib.suppress(OSError):
@@ -153,7 +143,7 @@ def write_at_once(text: str) -> None:
 
 
 class Rendezvous(NamedTuple):
-    """An address of rank 0, and the store that is open there already, if this rank opened it."""
+    """An address of rank 0, and the store that this rank has opened there, if it has."""
 
     address: str
     port: int
@@ -172,18 +162,18 @@ def start_torch(rank_info: RankInfo, *, control: Transport | None, timeout_s: fl
         store = PrefixStore(f"flexcomm/{next(_worlds)}", store)
         dist.init_process_group(backends_of_default_group(), store=store, rank=rank, world_size=size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
         raise TransportUnavailableError(
-            f"rank {rank} of {size} could not meet the others at {url} within {timeout_s:g} s: "
-            f"{str(error).splitlines()[0]}. Check that every rank was started, and that this address is reachable from "
-            f"every node (MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME)."
+            f"rank {rank} of {size} could not meet the others at {url} within {timeout_s:g} s: {reason}. "
+            f"Start every rank, and make this address reachable (MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME)."
         ) from error
 
 
 def find_rendezvous(rank_info: RankInfo, control: Transport | None, environ: Mapping[str, str]) -> Rendezvous:
     if control is not None:
         return exchange_address(control, environ)
-    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return Rendezvous(environ["MASTER_ADDR"], port_from(environ))
+    if given := rendezvous_from_environment(environ):
+        return given
     if "SLURM_STEP_NODELIST" in environ:
         return rendezvous_from_slurm(environ)
     raise TransportUnavailableError(
@@ -192,11 +182,13 @@ def find_rendezvous(rank_info: RankInfo, control: Transport | None, environ: Map
     )
 
 
-def port_from(environ: Mapping[str, str]) -> int:
-    text = environ["MASTER_PORT"]
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise TransportUnavailableError(f"MASTER_PORT={text!r} is not a port: set a number from 1 to 65535.")
-    return int(text)
+def rendezvous_from_environment(environ: Mapping[str, str]) -> Rendezvous | None:
+    if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
+        return None
+    port = environ["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise TransportUnavailableError(f"MASTER_PORT={port!r} is not a port: set a number from 1 to 65535.")
+    return Rendezvous(environ["MASTER_ADDR"], int(port))
 
 
 def rendezvous_from_slurm(environ: Mapping[str, str]) -> Rendezvous:
@@ -215,8 +207,8 @@ def exchange_address(control: Transport, environ: Mapping[str, str]) -> Rendezvo
     """Return where rank 0 says: the address in its environment, or a store that it opens on a free port."""
     store, record = None, torch.zeros(RECORD_BYTES, dtype=torch.uint8)
     if control.rank == 0:
-        if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-            port, addresses = port_from(environ), [environ["MASTER_ADDR"]]
+        if given := rendezvous_from_environment(environ):
+            port, addresses = given.port, [given.address]
         else:
             store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # noqa: S104
             others = [address for _, address in own_interfaces() if not address.startswith("127.")]
@@ -239,8 +231,7 @@ def choose_address(host: str, port: int, addresses: Sequence[str], control: Tran
         mine = [address for address, name in zip(addresses, interfaces, strict=True) if name is not None]
         raise TransportUnavailableError(
             f"no address of rank 0 ({', '.join(addresses)}; port {port}) is reachable from all; rank {control.rank} "
-            f"reaches {mine or 'none'}. Open the port range in the firewall, or set MASTER_ADDR and MASTER_PORT on "
-            f"rank 0."
+            f"reaches {mine or 'none'}. Open the firewall's port range, or set MASTER_ADDR and MASTER_PORT on rank 0."
         )
     chosen = by_all.index(True)
     interface = interfaces[chosen]

@@ -1,7 +1,6 @@
 """What is sent of a tensor, how tensors are cut into shards, and the layout of a bucket's buffer, all from shapes.
 
-Tensors are cut between chunks, so every chunk is what it would be uncut. The cuts follow from the tensor's own plan and
-name and from the number of ranks, never from the other tensors of its bucket: bucketing changes nothing.
+Tensors are cut between chunks, by their own plan and name and the number of ranks: bucketing changes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -34,10 +32,8 @@ def plan_tensor(spec: TensorSpec, compressor: Compressor) -> TensorPlan:
     """
     plan, whole = compressor.plan(spec), dense().plan(spec)
     if plan.rows * plan.cols != math.prod(spec.shape):
-        raise CompressorError(
-            f"{compressor} plans {plan.rows} x {plan.cols} elements for {spec.name} of {list(spec.shape)}: its "
-            f"plan must cover the tensor exactly."
-        )
+        planned = f"{plan.rows} x {plan.cols} elements for {spec.name} of {list(spec.shape)}"
+        raise CompressorError(f"{compressor} plans {planned}, but must cover the tensor exactly.")
     if is_dense(plan):
         return plan
     # A variable length is known only afterwards; a tiny tensor's payload is judged by its greatest length.
@@ -52,27 +48,10 @@ def is_dense(plan: TensorPlan) -> bool:
 
 def plan_buffer(specs: Sequence[TensorSpec], compressor: Compressor) -> BufferPlan:
     """Return how these tensors share a buffer. A tensor that would be longer than if sent whole is sent whole."""
-    try:
-        hash(compressor)
-    except TypeError as error:
-        raise CompressorError(
-            f"{compressor} cannot be hashed ({error}), but plans are kept by the settings they follow from: make "
-            f"{type(compressor).__name__} a dataclass(frozen=True) of settings that can be."
-        ) from error
-    return _plan_buffer(tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs), compressor)
-
-
-@lru_cache(maxsize=1024)
-def _plan_buffer(specs: tuple[TensorSpec, ...], compressor: Compressor) -> BufferPlan:
-    names = [spec.name for spec in specs]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise CompressorError(f"several tensors of one bucket are called {', '.join(twice)}: give each its own name.")
-    return assemble_buffer(specs, tuple(plan_tensor(spec, compressor) for spec in specs))
+    return assemble_buffer(tuple(specs), tuple(plan_tensor(spec, compressor) for spec in specs))
 
 
 def assemble_buffer(specs: tuple[TensorSpec, ...], plans: tuple[TensorPlan, ...]) -> BufferPlan:
-    """Return how tensors with these plans share a buffer."""
     # The text of docs/wire.md that is hashed. It is a part of the format: names in it are not the classes'.
     tensors = [(spec.name, spec.shape, str(spec.dtype)) for spec in specs]
     described = ", ".join(map(_describe, plans)) + ("," if len(plans) == 1 else "")
@@ -100,12 +79,15 @@ class TensorShard(NamedTuple):
     last: int
     first_chunk: int
 
+    @property
+    def numel(self) -> int:
+        return self.last - self.first
+
     def of(self, tensor: Tensor) -> Tensor:
         """Return this shard of a tensor: a view, if the tensor is contiguous."""
         return tensor.reshape(-1)[self.first : self.last].view(self.spec.shape)
 
     def state_of(self, state: Tensor) -> Tensor:
-        """Return this shard's part of the state of the whole tensor."""
         return state[self.first_chunk : self.first_chunk + self.plan.chunks]
 
 
@@ -145,7 +127,7 @@ def _make_shard(spec: TensorSpec, plan: TensorPlan, units: int, begin: int, end:
         first, last = top * plan.cols, bottom * plan.cols
         shape, part = (bottom - top, plan.cols), replace(plan, rows=bottom - top)
         first_chunk = begin * plan.grid_cols
-    if plan.is_variable:
+    if plan.variable_count:
         # By chunks, not by units: the last one may hold two rows of chunks.
         part = replace(part, k=-(-plan.k * part.chunks // plan.chunks))
     return TensorShard(TensorSpec(f"{spec.name}[{first}:{last}]", shape, spec.dtype), part, first, last, first_chunk)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexcomm.codec import Decoder, Encoder, regions_of
+from flexcomm.codec import Decoder, Encoder
 from flexcomm.errors import ConfigMismatchError, FlexcommError, InvalidArgumentError, NonFiniteError, SyncError
 from flexcomm.gossip.phase import Round
 from flexcomm.gossip.plan import MixPlan
@@ -205,7 +205,7 @@ def send_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps[t
         # The own payload is decoded, too: peers know what was sent, not what was meant.
         messages = zip(ctx.round.receives_from, payloads, ctx.round.weights, strict=True)
         for sender, payload, weight in ((ctx.node, encoder.buffer, ctx.round.self_weight), *messages):
-            decoder = Decoder(plan, payload, regions_of([f"node {sender}"], [plan.nbytes]), ctx.plan.kernels)
+            decoder = Decoder(plan, payload, [f"node {sender}"], ctx.plan.kernels)
             if decoder.verify(step=ctx.step, sequence=ctx.sequence):
                 raise NonFiniteError(
                     f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed "

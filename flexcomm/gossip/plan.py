@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexcomm.codec import plan_buffer
 from flexcomm.compress import Compressor, TensorSpec
-from flexcomm.device import is_supported, supported_names
+from flexcomm.device import KINDS
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
 from flexcomm.gossip.schedule import ScheduleLike
 from flexcomm.kernels import BufferPlan, Kernels, TensorPlan, choose_kernels
@@ -121,10 +121,10 @@ def _check_tensors(tensors: list[Tensor]) -> None:
         listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in found))
         raise InvalidTensorError(f"the tensors of one mix are {listed}: mix those of one dtype and device at a time.")
     for x in tensors:
-        if x.dtype not in _DTYPES or x.layout is not torch.strided or not is_supported(x.device):
+        if x.dtype not in _DTYPES or x.layout is not torch.strided or x.device.type not in KINDS:
             raise InvalidTensorError(
                 f"a tensor to be mixed is {x.dtype}, {x.layout}, on {x.device}: needed are dense tensors of "
-                f"{', '.join(map(str, _DTYPES))} on {supported_names()}."
+                f"{', '.join(map(str, _DTYPES))} on {' or '.join(KINDS)}."
             )
 
 

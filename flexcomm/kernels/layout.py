@@ -115,7 +115,7 @@ class Layout:
 def plan_layout(plan: TensorPlan, entries: int) -> Layout:
     """Return where the sections of a payload with so many entries are."""
     code, low_bits, entry_bits, chunk_bits = _choose_index_code(plan, entries)
-    indices = _words(plan.chunks * plan.chunk_numel.bit_length() if plan.is_variable else 0)
+    indices = _words(plan.chunks * plan.chunk_numel.bit_length() if plan.variable_count else 0)
     scales = indices + _words(entries * entry_bits + plan.chunks * chunk_bits)
     values = scales + _words(plan.chunks * plan.values.format.scales * _SCALE_BITS)
     nwords = values + _words(entries * plan.values.format.bits)
@@ -184,14 +184,14 @@ class BufferPlan:
         return tuple(ends)[:-1]
 
     @cached_property
-    def is_variable(self) -> bool:
+    def variable_count(self) -> bool:
         """Whether the number of entries depends on the data."""
-        return any(plan.is_variable for plan in self.plans)
+        return any(plan.variable_count for plan in self.plans)
 
     @cached_property
     def entries(self) -> int:
         """Entries in a buffer; -1 if it depends on the data."""
-        return -1 if self.is_variable else sum(plan.entries for plan in self.plans)
+        return -1 if self.variable_count else sum(plan.entries for plan in self.plans)
 
     def header(self, step: int, sequence: int) -> Header:
         """Return the header of a buffer that holds payloads."""

@@ -157,7 +157,7 @@ class TensorLoopEncoder:
             if states is not None:
                 state = TensorState(states[number], written[number], update)
             x = tensors[number]
-            threshold = kernels.find_threshold(x, one, state) if one.is_variable else None
+            threshold = kernels.find_threshold(x, one, state) if one.variable_count else None
             sent = one.entries if threshold is None else int(threshold.counts.sum())
             layout = plan_layout(one, sent) if one.variable_length else plan.layouts[number]
             words = self._words[position : position + layout.nwords]
@@ -178,7 +178,7 @@ class TensorLoopEncoder:
         header = Header.unpack(self._words[:HEADER_NWORDS].cpu().numpy().tobytes())
         own = Region("this rank", 0, HEADER_NWORDS + header.payload_nbytes // WORD_NBYTES)
         decoder = kernels.decoder(plan, self._words, [own])
-        if plan.is_variable:
+        if plan.variable_count:
             decoder.payloads.clear()
             decoder.find_payloads(0, header.entries)
         inverse = StateUpdate(1.0 / update.decay, -update.gain / update.decay, 0.0)
@@ -272,7 +272,7 @@ class TensorLoopDecoder:
         region, payloads, position, entries = self._regions[sender], [], HEADER_NWORDS, 0
         for number, (one, layout) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):
             found: Payload | Problem = Payload(region.start + position, layout)
-            if one.is_variable:
+            if one.variable_count:
                 found = self._read_counts(region, position, one, layout)
             if isinstance(found, Problem):
                 return Status(found, sender, number)

@@ -69,7 +69,7 @@ class SelectionRule:
         wire_name: what it is called in the text that digests are of. Part of the format: it never changes.
         sends_indices: it depends on the coefficients, so the payload says which ones it holds; else every rank derives
             the same ones from the plan and the sample key.
-        is_variable: the number of entries depends on the data, and payloads begin with the counts of their chunks.
+        variable_count: the number of entries depends on the data, and payloads begin with the counts of their chunks.
         has_independent_chunks: what is sent of a chunk depends on this chunk alone, so that a part of a tensor sends
             what the whole would: ``two_phase`` needs that.
         sample_key: the key of a step, as a function of plan, step and the tensor's name; None: it needs no key.
@@ -78,7 +78,7 @@ class SelectionRule:
 
     wire_name: str
     sends_indices: bool = False
-    is_variable: bool = False
+    variable_count: bool = False
     has_independent_chunks: bool = False
     sample_key: Callable[[TensorPlan, int, str], SampleKey] | None = None
 
@@ -96,7 +96,7 @@ class Selection(IntEnum):
     EVERYTHING = 0, SelectionRule("EVERYTHING", has_independent_chunks=True)
     TOP_K = 1, SelectionRule("LARGEST", sends_indices=True, has_independent_chunks=True)
     """the ``k`` of largest magnitude; of equals, those of lowest index"""
-    THRESHOLD = 2, SelectionRule("ABOVE", sends_indices=True, is_variable=True)
+    THRESHOLD = 2, SelectionRule("ABOVE", sends_indices=True, variable_count=True)
     """every one whose magnitude reaches ``tau``, of all chunks together at most ``k``"""
     RANDOM_K = 3, SelectionRule("SHUFFLED", sample_key=_random_k_key)
     """``k`` of each chunk, in an order all ranks shuffle alike"""
@@ -172,7 +172,7 @@ def check_implemented(
 class TensorPlan:
     """A tensor seen as a ``[rows, cols]`` matrix, cut into chunks of ``[chunk_rows, chunk_cols]``, zeros at the rims.
 
-    ``k`` counts entries of each chunk; for a variable selection those of all chunks together. ``variable_length`` says
+    ``k`` counts entries of each chunk; with a ``variable_count`` those of all chunks together. ``variable_length`` says
     that the payload is as long as what it holds, not as long as it may get.
     """
 
@@ -202,14 +202,14 @@ class TensorPlan:
             yield "chunks of a matrix of one row have one row"
         if self.k < 1 and self.chunks > 0:
             yield "k is less than one"
-        if self.k > self.chunk_numel and not self.is_variable:
+        if self.k > self.chunk_numel and not self.variable_count:
             yield "k is more than a chunk holds"
         if self.selection is Selection.EVERYTHING and self.k != self.chunk_numel:
             yield "k is not everything"
         if not self.tau >= 0:
             yield "tau is negative"
-        if self.variable_length and not self.is_variable:
-            yield "only the payload of a variable selection can be of variable length"
+        if self.variable_length and not self.variable_count:
+            yield "only payloads with a variable count can be of variable length"
 
     @cached_property
     def chunk_numel(self) -> int:
@@ -237,14 +237,14 @@ class TensorPlan:
         return self.chunks, self.chunk_numel
 
     @cached_property
-    def is_variable(self) -> bool:
+    def variable_count(self) -> bool:
         """Whether the number of entries depends on the data."""
-        return self.selection.rule.is_variable
+        return self.selection.rule.variable_count
 
     @cached_property
     def sends_everything(self) -> bool:
         """Whether every coefficient is sent, whatever the data."""
-        return self.k == self.chunk_numel and not self.is_variable
+        return self.k == self.chunk_numel and not self.variable_count
 
     @cached_property
     def sends_indices(self) -> bool:
@@ -269,7 +269,7 @@ class TensorPlan:
     @cached_property
     def entries(self) -> int:
         """How many entries a payload holds; for a variable one, at most."""
-        return self.k if self.is_variable else self.chunks * self.k
+        return self.k if self.variable_count else self.chunks * self.k
 
 
 BIN_SHIFT = 16

@@ -1,7 +1,7 @@
 """Algorithms: how a bucket crosses between nodes.
 
 An algorithm is a generator: it encodes this rank's shard, yields each :class:`Collective` it needs, is resumed with the
-result, and returns an object that verifies and decodes what was received. It writes no output.
+result, and returns an object that verifies and decodes what was received.
 
 ``plan.choose_algorithms`` picks one by what it sends. With P nodes and buffers of B bytes, a node sends (P-1) B to
 ``gather``, 2 (P-1)/P B to ``reduce``, and (P-1)/P (B + A) to ``two_phase``, where A is the length of all averages.
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexcomm.codec import Decoder, Encoder, TensorShard, assemble_buffer, regions_of, shard_tensor
+from flexcomm.codec import Decoder, Encoder, TensorShard, assemble_buffer, shard_tensor
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import ConfigMismatchError, WireError
 from flexcomm.kernels import BufferPlan, Selection, StateUpdate, TensorPlan, ValueCode
@@ -33,17 +33,9 @@ if TYPE_CHECKING:
 
 Algorithm = Literal["gather", "gatherv", "reduce", "two_phase", "dense", "codec"]
 Leg = Literal["reduce_inside", "exchange", "second_exchange", "gather_inside"]
-"""A part of a bucket's path whose collectives run one after the other, on one process group.
-
-A synchronisation has at most one collective on a leg; a mix may have several.
-"""
+"""A part of a bucket's path, with a process group of its own: at most one collective of a sync, or several of a mix."""
 LEGS: tuple[Leg, ...] = get_args(Leg)
-LEVELS: dict[Leg, Literal["intra", "inter"]] = {
-    "reduce_inside": "intra",
-    "exchange": "inter",
-    "second_exchange": "inter",
-    "gather_inside": "intra",
-}
+LEVELS: dict[Leg, Literal["intra", "inter"]] = {leg: "intra" if "inside" in leg else "inter" for leg in LEGS}
 
 
 class Collective(NamedTuple):
@@ -53,8 +45,7 @@ class Collective(NamedTuple):
     start: Callable[[Transport], Handle[Any]]
     sent_bytes: int
     received_bytes: int
-    is_short: bool = False
-    """Whether it is answered at once by all ranks, so that waiting for it costs little."""
+    is_short: bool = False  # waiting for it costs little
 
 
 T = TypeVar("T")
@@ -93,19 +84,6 @@ def encode_(
         ctx.rollbacks.append(partial(encoder.rollback_, tensors, states, update, step=ctx.step))
 
 
-def decoder_for(
-    ctx: BucketContext,
-    plan: BufferPlan,
-    gathered: Tensor,
-    senders: Sequence[str],
-    decoded_as: BufferPlan | None = None,
-    summed: int = 1,
-) -> Decoder:
-    """Return a decoder of buffers that are all as long as the plan says."""
-    regions = regions_of(senders, [plan.nbytes] * len(senders))
-    return Decoder(plan, gathered, regions, ctx.kernels, decoded_as, summed)
-
-
 @dataclass(frozen=True)
 class GatheredPayloads:
     """The buffers of all nodes, one behind the other."""
@@ -117,47 +95,44 @@ class GatheredPayloads:
         return self.decoder.verify(step=ctx.step, sequence=ctx.sequence)
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
-        self.decoder.decode_(outputs, step=ctx.step, average=ctx.average, epilogue=ctx.epilogue)
+        self.decoder.decode_(outputs, step=ctx.step, average=ctx.plan.settings.average, epilogue=ctx.epilogue)
 
 
 def gather(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     """All-gather buffers whose length follows from the plan: one collective, and no exchange of lengths."""
-    plan, encoder = ctx.buffer_plan, _encode_shard(ctx, shard)
+    plan, nodes, encoder = ctx.buffer_plan, ctx.plan.nodes, _encode_shard(ctx, shard)
 
     def make_received() -> GatheredPayloads:
-        gathered = ctx.buffers.allocate(ctx.nodes, plan.nbytes)
-        return GatheredPayloads(gathered, decoder_for(ctx, plan, gathered, ctx.senders))
+        gathered = ctx.buffers.allocate(nodes, plan.nbytes)
+        return GatheredPayloads(gathered, Decoder(plan, gathered, ctx.senders, ctx.plan.kernels))
 
     ctx.record.payload_bytes += plan.nbytes
     received = ctx.buffers.get("gathered", make_received)
-    moved = (ctx.nodes - 1) * plan.nbytes
+    moved = (nodes - 1) * plan.nbytes
     yield Collective("exchange", methodcaller("all_gather", encoder.buffer, received.gathered), moved, moved)
     return received
 
 
 def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     """All-gather lengths, then buffers as long as what they hold."""
-    plan, encoder = ctx.buffer_plan, _encode_shard(ctx, shard)
-    nbytes, moved = encoder.nbytes, (ctx.nodes - 1) * torch.int64.itemsize
+    plan, nodes, encoder = ctx.buffer_plan, ctx.plan.nodes, _encode_shard(ctx, shard)
+    nbytes, moved = encoder.nbytes, (nodes - 1) * torch.int64.itemsize
     length = torch.tensor([nbytes], device="cpu")
     lengths = yield Collective("exchange", methodcaller("all_gather", length), moved, moved, is_short=True)
     counts: list[int] = lengths.view(-1).tolist()
-    for sender, count in zip(ctx.senders, counts, strict=True):
-        if not 0 < count <= plan.nbytes:
-            needed = f"where 1 to {plan.nbytes} are possible: install one release on every rank."
-            raise WireError(sender, "length", f"it announces {count} bytes, {needed}")
     ctx.record.payload_bytes += nbytes
-    room = ctx.buffers.get("gathered of any length", lambda: ctx.buffers.allocate(ctx.nodes * plan.nbytes))
+    room = ctx.buffers.get("gathered of any length", lambda: ctx.buffers.allocate(nodes * plan.nbytes))
     gathered = room[: sum(counts)]
+    # Before anything is received: it refuses lengths that cannot be.
+    received = GatheredPayloads(gathered, Decoder(plan, gathered, ctx.senders, ctx.plan.kernels, counts))
     start = methodcaller("all_gatherv", encoder.buffer[:nbytes], counts, gathered)
-    yield Collective("second_exchange", start, (ctx.nodes - 1) * nbytes, sum(counts) - nbytes)
-    return GatheredPayloads(gathered, Decoder(plan, gathered, regions_of(ctx.senders, counts), ctx.kernels))
+    yield Collective("second_exchange", start, (nodes - 1) * nbytes, sum(counts) - nbytes)
+    return received
 
 
 def _encode_shard(ctx: BucketContext, shard: list[Tensor]) -> Encoder:
-    """Return the encoder of the buffer that now holds the shard."""
     plan = ctx.buffer_plan
-    encoder = ctx.buffers.get("encoder", lambda: Encoder(plan, ctx.buffers.allocate(plan.nbytes), ctx.kernels))
+    encoder = ctx.buffers.get("encoder", lambda: Encoder(plan, ctx.buffers.allocate(plan.nbytes), ctx.plan.kernels))
     encode_(ctx, encoder, shard, ctx.states, ctx.states_out, ctx.update)
     return encoder
 
@@ -176,13 +151,13 @@ class ReducedValues:
     nonfinite: Tensor
 
     def verify(self, ctx: BucketContext) -> list[str]:
-        if not torch.equal(self.digest, (digest_bits(ctx) * ctx.nodes).to(self.digest)):
+        if not torch.equal(self.digest, (digest_bits(ctx) * ctx.plan.nodes).to(self.digest)):
             raise ConfigMismatchError(
                 "nodes disagree on what they add up: their tensors, compressor, step or order of calls differ. Nothing "
                 "was changed. Make them equal on every rank."
             )
         nonfinite = self.nonfinite.item()
-        return [f"{nonfinite:g} of {ctx.nodes} nodes"] if nonfinite else []
+        return [f"{nonfinite:g} of {ctx.plan.nodes} nodes"] if nonfinite else []
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         self.decoder.decode_(outputs, step=ctx.step, average="nodes", epilogue=ctx.epilogue)
@@ -191,9 +166,10 @@ class ReducedValues:
 def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     """All-reduce the values, where every node sends the same coefficients.
 
-    No header travels, but a digest of it does, one number for each bit: where all nodes agree, each bit sums up to 0 or
-    to the number of nodes.
+    Sums travel without header and checksum, so damage on the way is not found. A digest of what nodes must agree on
+    does travel, one number for each bit: where all agree, each sums up to 0 or to the number of nodes.
     """
+    nodes = ctx.plan.nodes
 
     def make_reduced() -> ReducedValues:
         plan, dtype = ctx.buffer_plan, _value_dtype(ctx.buffer_plan)
@@ -201,8 +177,8 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
         tail = (_DIGEST_BITS + 1) * dtype.itemsize
         buffer = ctx.buffers.allocate(plan.nbytes + -(-tail // 4) * 4)
         values = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
-        decoder = decoder_for(ctx, plan, buffer, ["the sum over nodes"], summed=ctx.nodes)
-        encoder, digest = Encoder(plan, buffer, ctx.kernels), values[-_DIGEST_BITS - 1 : -1]
+        decoder = Decoder(plan, buffer, ["the sum over nodes"], ctx.plan.kernels, summed=nodes)
+        encoder, digest = Encoder(plan, buffer, ctx.plan.kernels), values[-_DIGEST_BITS - 1 : -1]
         return ReducedValues(encoder, decoder, values, digest, values[-1:])
 
     reduced = ctx.buffers.get("reduced", make_reduced)
@@ -210,20 +186,20 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     if ctx.rollbacks and ctx.states is not None:
         # The sum takes the place of what was sent: roll back from a copy of it.
         buffer = reduced.encoder.buffer
-        sent = ctx.buffers.get("sent", lambda: Encoder(ctx.buffer_plan, torch.empty_like(buffer), ctx.kernels))
+        sent = ctx.buffers.get("sent", lambda: Encoder(ctx.buffer_plan, torch.empty_like(buffer), ctx.plan.kernels))
         sent.buffer.copy_(buffer)
         ctx.rollbacks[:] = [partial(sent.rollback_, shard, ctx.states, ctx.update, step=ctx.step)]
     reduced.digest.copy_(digest_bits(ctx))
     reduced.nonfinite.fill_(bool(ctx.nonfinite))
     ctx.record.payload_bytes += reduced.values.nbytes
-    moved = 2 * reduced.values.nbytes * (ctx.nodes - 1) // ctx.nodes
+    moved = 2 * reduced.values.nbytes * (nodes - 1) // nodes
     yield Collective("exchange", methodcaller("all_reduce", reduced.values), moved, moved)
     return reduced
 
 
 def digest_bits(ctx: BucketContext) -> Tensor:
-    """Return what all nodes must have in common as 64 zeros and ones, which sums can be compared with."""
-    octets = np.frombuffer(digest_of(ctx, ctx.plan.digests[ctx.local_rank]), np.uint8)
+    """Return the digest of what all nodes must have in common as 64 zeros and ones, which can be summed."""
+    octets = np.frombuffer(digest_of(ctx, ctx.bucket.digests[ctx.plan.local_rank]), np.uint8)
     return torch.from_numpy(np.unpackbits(octets, bitorder="little").astype(np.float32))
 
 
@@ -246,26 +222,19 @@ def _value_dtype(plan: BufferPlan) -> torch.dtype | None:
 
 
 class NodePart(NamedTuple):
-    """The part of a bucket that one node averages in ``two_phase``: shards of shards, with the plans of both phases.
+    """The part of a bucket that one node averages in ``two_phase``: shards of shards, with the plans of both phases."""
 
-    ``sent`` is the plan of the buffers that all nodes send it, ``coefficients`` of the same seen as flat chunks, which
-    are not transformed back; ``averaged`` of the averages it sends on, and ``restored`` of the same as the elements
-    they stand for.
-    """
-
-    numbers: tuple[int, ...]
-    shards: tuple[TensorShard, ...]
-    sent: BufferPlan
-    coefficients: BufferPlan
-    averaged: BufferPlan
-    restored: BufferPlan
+    shards: list[tuple[int, TensorShard]]  # each with the number of the shard it is a part of
+    sent: BufferPlan  # of the buffers that all nodes send it
+    coefficients: BufferPlan  # of the same as flat chunks, not transformed back
+    averaged: BufferPlan  # of the averages it sends on
+    restored: BufferPlan  # of the same as the elements they stand for
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [shard.of(tensors[number]) for number, shard in zip(self.numbers, self.shards, strict=True)]
+        return [shard.of(tensors[number]) for number, shard in self.shards]
 
     def state_views(self, states: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
-        numbered = zip(self.numbers, self.shards, strict=True)
-        return states and [shard.state_of(states[number]) for number, shard in numbered]
+        return states and [shard.state_of(states[number]) for number, shard in self.shards]
 
 
 @lru_cache(maxsize=1024)
@@ -273,15 +242,13 @@ def plan_two_phase(shards: tuple[TensorShard, ...], nodes: int) -> list[NodePart
     """Return which part of a rank's shards each node averages."""
     by_node: list[list[tuple[int, TensorShard]]] = [[] for _ in range(nodes)]
     for number, shard in enumerate(shards):
-        for node, part in enumerate(shard_tensor(shard.spec, shard.plan, nodes)):
-            if part is not None:
-                by_node[node].append((number, part))
-    return [_plan_part(numbered, nodes) for numbered in by_node]
+        for own, part in zip(by_node, shard_tensor(shard.spec, shard.plan, nodes), strict=True):
+            own += [] if part is None else [(number, part)]
+    return [_plan_part(own, nodes) for own in by_node]
 
 
-def _plan_part(numbered: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
-    numbers, shards = tuple(number for number, _ in numbered), tuple(shard for _, shard in numbered)
-    specs, plans = tuple(shard.spec for shard in shards), tuple(shard.plan for shard in shards)
+def _plan_part(shards: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
+    specs, plans = tuple(shard.spec for _, shard in shards), tuple(shard.plan for _, shard in shards)
     # Averages hold, in full precision, all coefficients that any node may have sent.
     unions = []
     for plan in plans:
@@ -293,7 +260,6 @@ def _plan_part(numbered: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
         for spec, plan in zip(specs, plans, strict=True)
     )
     return NodePart(
-        numbers,
         shards,
         assemble_buffer(specs, plans),
         assemble_buffer(flat_specs, tuple(map(_flat_plan, plans))),
@@ -310,18 +276,14 @@ def _flat_plan(plan: TensorPlan) -> TensorPlan:
 
 @dataclass(frozen=True)
 class TwoPhases:
-    """The buffers of both phases: encoders for every node's part, what this node received and averages, all averages.
-
-    ``decoders`` read the averages of all parts, each from the node that computed it.
-    """
+    """The buffers of both phases; ``decoders`` read the averages of all parts, each from the node that computed it."""
 
     parts: list[NodePart]
     encoders: list[Encoder]
     received: Tensor
     own_decoder: Decoder
     coefficients: list[Tensor]
-    averages: Tensor
-    averages_encoder: Encoder
+    averages: Encoder
     gathered: Tensor
     decoders: list[Decoder]
 
@@ -334,20 +296,16 @@ class TwoPhases:
 
 
 def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
-    """Send every node its part, average what came for this node's part, and all-gather the averages.
-
-    With many nodes less is sent than by gathering everything, as long as what they select coincides enough.
-    """
-    phases = ctx.buffers.get("two phases", lambda: _make_phases(ctx, plan_two_phase(ctx.shards, ctx.nodes)))
+    """Send every node its part, average what came for this node's part, and all-gather the averages."""
+    phases = ctx.buffers.get("two phases", lambda: _make_phases(ctx))
     for part, encoder in zip(phases.parts, phases.encoders, strict=True):
         states, states_out = part.state_views(ctx.states), part.state_views(ctx.states_out)
         encode_(ctx, encoder, part.views(shard), states, states_out, ctx.update)
-    sends = [(node, encoder.buffer) for node, encoder in enumerate(phases.encoders)]
-    own_nbytes = phases.parts[ctx.node].sent.nbytes
-    sent = sum(buffer.numel() for _, buffer in sends) - own_nbytes
-    ctx.record.payload_bytes += sent + own_nbytes
+    sends, others = [(node, encoder.buffer) for node, encoder in enumerate(phases.encoders)], ctx.plan.nodes - 1
+    payload_nbytes, own_nbytes = sum(buffer.nbytes for _, buffer in sends), phases.received[0].nbytes
+    ctx.record.payload_bytes += payload_nbytes
     start = methodcaller("send_recv", sends, list(enumerate(phases.received)))
-    yield Collective("exchange", start, sent, (ctx.nodes - 1) * own_nbytes)
+    yield Collective("exchange", start, payload_nbytes - own_nbytes, others * own_nbytes)
     failure: WireError | None = None
     with Timed(ctx.record, "decode"):
         try:
@@ -357,36 +315,34 @@ def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
             # The other nodes wait for the averages, which are marked as nothing to send.
             failure, ctx.nonfinite = error, ctx.nonfinite or str(error)
         if not ctx.nonfinite:
-            phases.own_decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.average)
-    encode_(ctx, phases.averages_encoder, phases.coefficients)
-    moved = (ctx.nodes - 1) * phases.averages.nbytes
-    yield Collective("second_exchange", methodcaller("all_gather", phases.averages, phases.gathered), moved, moved)
+            phases.own_decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.plan.settings.average)
+    encode_(ctx, phases.averages, phases.coefficients)
+    averages = phases.averages.buffer
+    moved = others * averages.nbytes
+    yield Collective("second_exchange", methodcaller("all_gather", averages, phases.gathered), moved, moved)
     if failure is not None:
         raise failure
     return phases
 
 
-def _make_phases(ctx: BucketContext, parts: list[NodePart]) -> TwoPhases:
-    allocate, own, longest = ctx.buffers.allocate, parts[ctx.node], max(part.averaged.nbytes for part in parts)
-    received, averages, gathered = allocate(ctx.nodes, own.sent.nbytes), allocate(longest), allocate(ctx.nodes, longest)
+def _make_phases(ctx: BucketContext) -> TwoPhases:
+    nodes, kernels, allocate = ctx.plan.nodes, ctx.plan.kernels, ctx.buffers.allocate
+    parts = plan_two_phase(ctx.shards, nodes)
+    own, longest = parts[ctx.plan.node], max(part.averaged.nbytes for part in parts)
+    received, gathered = allocate(nodes, own.sent.nbytes), allocate(nodes, longest)
     return TwoPhases(
         parts,
-        [Encoder(part.sent, allocate(part.sent.nbytes), ctx.kernels) for part in parts],
+        [Encoder(part.sent, allocate(part.sent.nbytes), kernels) for part in parts],
         received,
-        decoder_for(ctx, own.sent, received, ctx.senders, own.coefficients),
+        Decoder(own.sent, received, ctx.senders, kernels, decoded_as=own.coefficients),
         [allocate(*spec.shape, dtype=torch.float32) for spec in own.coefficients.specs],
-        averages,
-        Encoder(own.averaged, averages[: own.averaged.nbytes], ctx.kernels),
+        Encoder(own.averaged, allocate(longest), kernels),
         gathered,
         [
-            decoder_for(ctx, part.averaged, row[: part.averaged.nbytes], [sender], part.restored)
+            Decoder(part.averaged, row[: part.averaged.nbytes], [sender], kernels, decoded_as=part.restored)
             for part, row, sender in zip(parts, gathered, ctx.senders, strict=True)
         ],
     )
-
-
-def dense_plan(plan: TensorPlan, dtype: torch.dtype) -> TensorPlan:
-    return plan.sending_everything(ValueCode.of(dtype))
 
 
 ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Received]]] = {
@@ -395,5 +351,5 @@ ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Receiv
     "reduce": reduce,
     "two_phase": two_phase,
     "dense": reduce,
-    "codec": lambda ctx, shard: ctx.plan.codecs[ctx.local_rank].exchange(ctx, shard),
+    "codec": lambda ctx, shard: ctx.bucket.codecs[ctx.plan.local_rank].exchange(ctx, shard),
 }

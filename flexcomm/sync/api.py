@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexcomm.codec import TensorShard
 from flexcomm.compress import Compressor, TensorSpec
-from flexcomm.device import is_supported, supported_names
+from flexcomm.device import KINDS
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
 from flexcomm.kernels import Average
 from flexcomm.sync.call import SyncHandle, T
@@ -20,8 +20,7 @@ from flexcomm.sync.plan import AlgorithmOption, NonFinitePolicy, SyncPlan, SyncS
 from flexcomm.sync.residuals import Residuals
 from flexcomm.world import World, default_world
 
-BUCKET_BYTES = 16 << 20
-"""Dense bytes of a bucket. docs/benchmarks.md shows what other sizes cost."""
+BUCKET_BYTES = 16 << 20  # dense bytes of a bucket; docs/benchmarks.md shows what other sizes cost
 
 
 def hierarchical_sync(
@@ -54,7 +53,7 @@ def hierarchical_sync(
             nodes that sent it.
         algorithm: how buckets cross between nodes; ``"auto"`` takes the one that sends the fewest bytes.
         nonfinite: what NaN, infinity or a magnitude of 2**100 on any rank does on all ranks: ``"raise"``; ``"skip"``
-            the call, so that outputs are zero and residuals stay; or count as ``"zero"``.
+            the call, so that all outputs are zero and residuals stay; ``"zero"``: only such elements count as zero.
         bucket_bytes: dense bytes of the tensors that travel together in one collective; None: all tensors of a dtype.
         out: where the averages are written, instead of new tensors: shaped as the inputs, contiguous, in memory of
             their own.
@@ -62,7 +61,7 @@ def hierarchical_sync(
     Raises:
         ConfigMismatchError: ranks passed different tensors or arguments; it names them.
         NonFiniteError: a rank had NaN, infinity or a magnitude of 2**100 or more.
-        WireError: a payload was damaged; it names the sender.
+        WireError: a payload was damaged; it names the sender. Sums (``reduce``, ``dense``) travel without checksum.
         TransportError: a rank is gone or did not answer within the world's ``timeout_s``.
 
     Example:
@@ -172,14 +171,15 @@ def plan_sync(
 
     """
     topology, device = world.topology, _device_of(tensors)
-    ranks, rank = (world.intra.size, world.intra.rank) if all_ranks else (1, 0)
+    local_size, local_rank = (world.intra.size, world.intra.rank) if all_ranks else (1, 0)
     groups = topology.inter_groups if all_ranks else [topology.inter_groups[topology.local_rank]]
     return SyncPlan(
         SyncSettings(_specs_of(tensors, names), compressor, average, algorithm, nonfinite, bucket_bytes, has_residuals),
         device,
         world.inter.size,
-        ranks,
-        rank,
+        world.inter.rank,
+        local_size,
+        local_rank,
         all_ranks,
         in_background and can_run_in_background(world, device),
         in_background,
@@ -199,7 +199,7 @@ def start_planned(
     """Start a call whose plan was made by :func:`plan_sync`, for tensors of the same shapes and dtypes.
 
     Args:
-        plan: what follows from shapes and arguments.
+        plan: made in the same world.
         tensors: as many as were planned, in the same order.
         world: the world of the plan.
         residuals: given if and only if the plan was made with ``has_residuals``.
@@ -207,12 +207,10 @@ def start_planned(
         out: as for :func:`hierarchical_sync`.
 
     """
-    for x, spec in zip(tensors, plan.settings.specs, strict=True):
-        if x.shape != spec.shape or x.dtype != spec.dtype:
-            planned = f"{spec.dtype} {list(spec.shape)}"
-            raise InvalidTensorError(
-                f"{spec.name} is {x.dtype} {list(x.shape)}, but was planned as {planned}: plan anew for it."
-            )
+    for x, (name, shape, dtype) in zip(tensors, plan.settings.specs, strict=True):
+        if x.shape != shape or x.dtype != dtype:
+            planned = f"{dtype} {list(shape)}: plan anew for it."
+            raise InvalidTensorError(f"{name} is {x.dtype} {list(x.shape)}, but was planned as {planned}")
     if out is None:
         out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
     else:
@@ -223,13 +221,10 @@ def start_planned(
 
 
 def shards_held(plan: SyncPlan) -> list[TensorShard | None]:
-    """Return, for each tensor of a plan, the shard whose state this rank's residuals hold; None if they hold none.
-
-    The state of a shard is called ``shard.spec.name`` and is float32 of ``shard.plan.state_shape``.
-    """
+    """Return, for each tensor of a plan, the shard whose state this rank's residuals hold by its name, if they do."""
     held: list[TensorShard | None] = [None] * len(plan.names)
     for bucket in plan.buckets:
-        for number, shard in zip(bucket.numbers[plan.rank], bucket.shards[plan.rank], strict=True):
+        for number, shard in zip(bucket.numbers[plan.local_rank], bucket.shards[plan.local_rank], strict=True):
             held[number] = shard
     return held
 
@@ -288,8 +283,7 @@ def _specs_of(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[T
         needed = f"{len(tensors)} tensors need as many names, all different strings"
         raise InvalidArgumentError(f"{needed}, but got {list(names)}: pass one for each.")
     if taken := [name for name in names if re.search(r"\[\d+:\d+\]$", name)]:
-        meaning = "names that end in [number:number] stand for shards of tensors"
-        raise InvalidArgumentError(f"{', '.join(taken)}: {meaning}; choose others.")
+        raise InvalidArgumentError(f"{', '.join(taken)}: such names stand for shards of tensors; choose others.")
     return tuple(TensorSpec(name, tuple(x.shape), x.dtype) for name, x in zip(names, tensors, strict=True))
 
 
@@ -299,9 +293,9 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
         listed = ", ".join(sorted(map(str, devices)))
         raise InvalidTensorError(f"the tensors of one call are on {listed}: move them to one, or call once for each.")
     device = devices.pop() if devices else torch.device("cpu")
-    if not is_supported(device) or any(x.layout is not torch.strided for x in tensors):
-        found = f"{device}, with layouts {', '.join(sorted({str(x.layout) for x in tensors}))}"
-        raise InvalidTensorError(f"tensors are on {found}: make them dense tensors on {supported_names()}.")
+    if device.type not in KINDS or any(x.layout is not torch.strided for x in tensors):
+        layouts = ", ".join(sorted({str(x.layout) for x in tensors}))
+        raise InvalidTensorError(f"got {layouts} on {device}: make them dense tensors on {' or '.join(KINDS)}.")
     return device
 
 
@@ -309,15 +303,14 @@ def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: S
     """Raise unless every output is as its tensor is, contiguous, and in memory that neither inputs nor others use."""
     if len(outputs) != len(tensors):
         raise InvalidArgumentError(
-            f"out has {len(outputs)} tensors for {len(tensors)} to be averaged: pass one for each, in the same order."
+            f"out has {len(outputs)} tensors for {len(tensors)} to be averaged: pass one for each."
         )
     for name, x, out in zip(names, tensors, outputs, strict=True):
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
             gaps = "" if out.is_contiguous() else ", not contiguous"
             raise InvalidTensorError(
                 f"out for {name} is {out.dtype} {list(out.shape)} on {out.device}{gaps}, but must be contiguous "
-                f"{x.dtype} {list(x.shape)} on {x.device}: make it by torch.empty({list(x.shape)}, dtype={x.dtype}, "
-                f"device={str(x.device)!r})."
+                f"{x.dtype} {list(x.shape)} on {x.device}: make it by torch.empty."
             )
     # The addresses between which elements lie. An output must meet nothing else; inputs may share memory.
     spans = sorted(
@@ -330,10 +323,7 @@ def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: S
     for begin, end, is_output, what in spans:
         other_end, other = reaching if is_output else reaching_output
         if begin < other_end:
-            raise InvalidTensorError(
-                f"{what} shares memory with {other}: inputs are not changed, and every average is written, so give "
-                f"out memory of its own, by torch.empty_like."
-            )
+            raise InvalidTensorError(f"{what} shares memory with {other}: make out by torch.empty_like.")
         reaching = max(reaching, (end, what))
         if is_output:
             reaching_output = (end, what)
@@ -341,6 +331,4 @@ def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: S
 
 def _extent(x: Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last."""
-    if x.is_contiguous():
-        return x.nbytes
     return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize

@@ -1,102 +1,71 @@
-"""The path of one bucket, from the tensors of every rank to the average that all of them hold.
+"""The path of one bucket, :func:`sync_bucket`, from the tensors of every rank to the average that all of them hold.
 
-The ranks of a node add up their tensors, each keeping the sum of its shard; ranks of equal local rank exchange, between
-nodes, what the compressor sends of that shard; the ranks of a node gather the shards of all. A leg that would join
-a single rank is skipped.
+The ranks of a node add up their tensors, each keeping the sum of its shard; ranks of equal local rank exchange what the
+compressor sends of that shard; the ranks of a node gather the shards. A leg that would join a single rank is skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexcomm.codec import TensorShard
+from flexcomm.codec import Decoder, TensorShard
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, WireError
-from flexcomm.kernels import (
-    STORE,
-    Average,
-    BufferPlan,
-    Epilogue,
-    Kernels,
-    StateUpdate,
-    apply_epilogue_,
-)
+from flexcomm.kernels import STORE, BufferPlan, Epilogue, StateUpdate, apply_epilogue_
 from flexcomm.stats import SyncRecord, Timed
-from flexcomm.sync.algorithms import (
-    ALGORITHMS,
-    Collective,
-    GatheredPayloads,
-    Received,
-    Steps,
-    decoder_for,
-    digest_of,
+from flexcomm.sync.algorithms import ALGORITHMS, Collective, GatheredPayloads, Received, Steps, digest_of
+from flexcomm.sync.plan import BucketPlan, Buffers, SyncPlan, sum_dtype
+
+_DISAGREE = (
+    "ranks disagree on what they synchronise, and nothing was changed: {} Make the same calls, in the same order and "
+    "with the same arguments, on every rank."
 )
-from flexcomm.sync.plan import BucketPlan, Buffers, sum_dtype
-
-
-class Verified(Enum):
-    """What a bucket yields once everything it received has been checked, and nothing has been written."""
-
-    VERIFIED = "verified"
-
-
-VERIFIED = Verified.VERIFIED
+Verified = Literal["verified"]
+VERIFIED: Verified = "verified"
+"""What a bucket yields once everything it received has been checked, and nothing has been written."""
 
 
 @dataclass
 class BucketContext:
-    """One bucket of a call under way, and everything its path needs.
+    """One bucket of a call under way, and everything its path needs."""
 
-    ``tensors`` and ``outputs`` are those of the whole call; outputs are contiguous. This is ``local_rank`` of
-    ``local_size``, on node ``node`` of ``nodes``. If this rank has nothing to send, ``nonfinite`` says why;
-    ``nonfinite_senders`` are the ranks that had nothing. States that were updated ``in_place`` are restored by
-    ``rollbacks``, in their order. ``epilogue`` is what becomes of the averages, known when outputs are written.
-    """
-
-    plan: BucketPlan
-    tensors: list[Tensor]
-    outputs: list[Tensor]
-    states: list[Tensor] | None
-    states_out: list[Tensor] | None
-    in_place: bool
+    plan: SyncPlan
+    bucket: BucketPlan
+    tensors: list[Tensor]  # of the whole call
+    outputs: list[Tensor]  # of the whole call, contiguous
     update: StateUpdate
     step: int
     sequence: int
-    average: Average
-    kernels: Kernels
-    local_rank: int
-    local_size: int
-    node: int
-    nodes: int
-    rank_names: list[list[str]]
     buffers: Buffers
-    record: SyncRecord
-    nonfinite: str = ""
-    nonfinite_senders: list[str] = field(default_factory=list)
-    rollbacks: list[Callable[[], object]] = field(default_factory=list)
-    epilogue: Epilogue = STORE
+    states: list[Tensor] | None = None
+    states_out: list[Tensor] | None = None
+    in_place: bool = False  # states_out are the states
+    nonfinite: str = ""  # why this rank has nothing to send, if it has not
+    nonfinite_senders: list[str] = field(default_factory=list)  # the ranks that had nothing to send
+    rollbacks: list[Callable[[], object]] = field(default_factory=list)  # restore states that were updated in place
+    epilogue: Epilogue = STORE  # what becomes of the averages, known when outputs are written
+    record: SyncRecord = field(default_factory=SyncRecord)
 
     @property
     def shards(self) -> tuple[TensorShard, ...]:
         """The shards of the bucket's tensors that this rank works on."""
-        return self.plan.shards[self.local_rank]
+        return self.bucket.shards[self.plan.local_rank]
 
     @property
     def buffer_plan(self) -> BufferPlan:
         """The layout of the buffer that this rank sends."""
-        return self.plan.buffers[self.local_rank]
+        return self.bucket.buffers[self.plan.local_rank]
 
     @property
     def senders(self) -> list[str]:
         """What messages call the ranks that send to this one, by node."""
-        return self.rank_names[self.local_rank]
+        return self.plan.rank_names[self.plan.local_rank]
 
 
 def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, None]:
@@ -104,7 +73,7 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
     shard = yield from reduce_scatter_inside(ctx)
     # Also without a shard of any tensor: the ranks of a node must start their collectives in one order.
     try:
-        received = yield from ALGORITHMS[ctx.plan.algorithm](ctx, shard)
+        received = yield from ALGORITHMS[ctx.bucket.algorithm](ctx, shard)
     except (WireError, ConfigMismatchError) as error:
         # The other ranks of the node wait for this one, and learn of it when they gather.
         received = FailedExchange(error)
@@ -114,7 +83,7 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
     yield VERIFIED
     with Timed(ctx.record, "decode"):
         outputs = output_shards(ctx)
-        if ctx.plan.codecs and ctx.epilogue.kind != "store" and ctx.local_size == 1:
+        if ctx.bucket.codecs and ctx.epilogue.kind != "store" and ctx.plan.local_size == 1:
             # Codecs of one's own know nothing of epilogues.
             averages = [torch.empty_like(out) for out in outputs]
             received.decode_(ctx, averages)
@@ -126,22 +95,22 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
 
 def reduce_scatter_inside(ctx: BucketContext) -> Steps[list[Tensor]]:
     """Return the sums, over the ranks of this node, of this rank's tensor shards."""
-    if ctx.local_size == 1:
-        return [ctx.tensors[number] for number in ctx.plan.numbers[0]]
-    sums = ctx.buffers.get("sums", lambda: _make_elements(ctx, sum_dtype(ctx.plan.dtype)))
+    if ctx.plan.local_size == 1:
+        return [ctx.tensors[number] for number in ctx.bucket.numbers[0]]
+    sums = ctx.buffers.get("sums", lambda: _make_elements(ctx, sum_dtype(ctx.bucket.dtype)))
     # One by one: a shard of a tensor with gaps is a copy.
-    for part, (shard, number) in zip(sums.parts, ctx.plan.numbered_shards, strict=True):
+    for part, (shard, number) in zip(sums.parts, ctx.bucket.numbered_shards, strict=True):
         part.copy_(shard.of(ctx.tensors[number]))
-    moved = (ctx.local_size - 1) * sums.own.nbytes
+    moved = (ctx.plan.local_size - 1) * sums.own.nbytes
     yield Collective("reduce_inside", methodcaller("reduce_scatter", sums.rows, sums.own), moved, moved)
     return sums.own_parts
 
 
 def all_gather_inside(ctx: BucketContext, received: Received) -> Steps[Received]:
     """Gather what all ranks of this node received: payloads, or the elements they stand for if that is shorter."""
-    if ctx.local_size == 1:
+    if ctx.plan.local_size == 1:
         return received
-    return (yield from (_gather_payloads if ctx.plan.gathers_payloads else _gather_elements)(ctx, received))
+    return (yield from (_gather_payloads if ctx.bucket.gathers_payloads else _gather_elements)(ctx, received))
 
 
 def verify(ctx: BucketContext, received: Received) -> list[str]:
@@ -153,17 +122,13 @@ def verify(ctx: BucketContext, received: Received) -> list[str]:
         # Fields of a header that differ where ranks called differently.
         if error.field not in ("version", "plan hash", "step", "sequence"):
             raise
-        raise ConfigMismatchError(
-            f"ranks disagree on what they synchronise, and nothing was changed: {error} Make the same calls, in the "
-            f"same order and with the same arguments, on every rank."
-        ) from error
+        raise ConfigMismatchError(_DISAGREE.format(error)) from error
 
 
 def output_shards(ctx: BucketContext) -> list[Tensor]:
-    """Return views of all shards of the bucket's outputs, rank by rank."""
-    if ctx.local_size == 1:
-        return [ctx.outputs[number] for number in ctx.plan.numbers[0]]
-    return [shard.of(ctx.outputs[number]) for shard, number in ctx.plan.numbered_shards]
+    if ctx.plan.local_size == 1:
+        return [ctx.outputs[number] for number in ctx.bucket.numbers[0]]
+    return [shard.of(ctx.outputs[number]) for shard, number in ctx.bucket.numbered_shards]
 
 
 class FailedExchange(NamedTuple):
@@ -191,57 +156,50 @@ class NodePayloads(NamedTuple):
         return [sender for payloads in self.by_rank for sender in payloads.verify(ctx)]
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
-        begin = 0
-        for payloads, shards in zip(self.by_rank, ctx.plan.shards, strict=True):
-            payloads.decode_(ctx, outputs[begin : begin + len(shards)])
-            begin += len(shards)
+        of_shards = iter(outputs)
+        for payloads, shards in zip(self.by_rank, ctx.bucket.shards, strict=True):
+            payloads.decode_(ctx, list(islice(of_shards, len(shards))))
 
 
 def _gather_payloads(ctx: BucketContext, received: Received) -> Steps[NodePayloads]:
     assert isinstance(received, GatheredPayloads), "only gathered payloads can be handed on"  # noqa: S101
+    local_size, nodes = ctx.plan.local_size, ctx.plan.nodes
 
     def make_payloads() -> NodePayloads:
-        longest = ctx.nodes * max(plan.nbytes for plan in ctx.plan.buffers)
-        rows, by_rank = ctx.buffers.allocate(ctx.local_size, longest), []
-        for plan, row, senders in zip(ctx.plan.buffers, rows, ctx.rank_names, strict=True):
-            gathered = row[: ctx.nodes * plan.nbytes]
-            by_rank.append(GatheredPayloads(gathered, decoder_for(ctx, plan, gathered, senders)))
+        longest = nodes * max(plan.nbytes for plan in ctx.bucket.buffers)
+        rows, by_rank = ctx.buffers.allocate(local_size, longest), []
+        for plan, row, senders in zip(ctx.bucket.buffers, rows, ctx.plan.rank_names, strict=True):
+            gathered = row[: nodes * plan.nbytes]
+            by_rank.append(GatheredPayloads(gathered, Decoder(plan, gathered, senders, ctx.plan.kernels)))
         return NodePayloads(ctx.buffers.allocate(longest), rows, by_rank)
 
     payloads = ctx.buffers.get("payloads of the node", make_payloads)
     payloads.row[: received.gathered.numel()] = received.gathered.view(-1)
-    moved = (ctx.local_size - 1) * payloads.row.nbytes
+    moved = (local_size - 1) * payloads.row.nbytes
     yield Collective("gather_inside", methodcaller("all_gather", payloads.row, payloads.rows), moved, moved)
     return payloads
 
 
-_OK, _NONFINITE, _FAILED, _DISAGREED = 0.0, 1.0, 2.0, 3.0
-"""The status of a rank's shard."""
+_OK, _NONFINITE, _FAILED, _DISAGREED = 0.0, 1.0, 2.0, 3.0  # the status of a rank's shard
 _STATUS_NUMEL = 9
 """Its length in elements: the status, and a byte each, for any dtype, of a digest of what the node's ranks share."""
 
 
 class NodeElements(NamedTuple):
-    """All shards of the bucket, one behind the other in a row for each rank of this node; ``own`` is this rank's row.
-
-    ``parts`` are views of the shards in ``rows``, rank by rank, ``own_parts`` of those in ``own``. Where ranks gather
-    what they decoded, a row begins with a status.
-    """
+    """All shards of the bucket, in a row for each rank of this node; a row of decoded ones begins with a status."""
 
     rows: Tensor
-    parts: list[Tensor]
-    own: Tensor
+    parts: list[Tensor]  # views of the shards in rows, rank by rank
+    own: Tensor  # this rank's row
     own_parts: list[Tensor]
 
     def verify(self, ctx: BucketContext) -> list[str]:
-        names = [of_rank[ctx.node] for of_rank in ctx.rank_names]
-        nonfinite, common = [], digest_of(ctx, *ctx.plan.digests)
+        names = [of_rank[ctx.plan.node] for of_rank in ctx.plan.rank_names]
+        nonfinite, common = [], digest_of(ctx, *ctx.bucket.digests)
         for name, (status, *digest) in zip(names, self.rows[:, :_STATUS_NUMEL].tolist(), strict=True):
             if status == _DISAGREED or digest != list(common):
                 raise ConfigMismatchError(
-                    f"ranks disagree on what they synchronise, and nothing was changed: {name} is at another step or "
-                    f"in another call, or met a node that is. Make the same calls, in the same order and with the same "
-                    f"arguments, on every rank."
+                    _DISAGREE.format(f"{name} is at another step or call, or met a node that is.")
                 )
             if status == _FAILED:
                 raise SyncError(f"{name} could not decode its shard, and nothing was changed; its own output says why.")
@@ -257,23 +215,20 @@ def _make_elements(ctx: BucketContext, dtype: torch.dtype, first: int = 0) -> No
     """Return rows whose elements begin at ``first``."""
 
     def parts_of(row: Tensor, shards: tuple[TensorShard, ...]) -> list[Tensor]:
-        ends = accumulate((shard.last - shard.first for shard in shards), initial=first)
+        ends = accumulate((shard.numel for shard in shards), initial=first)
         return [row[begin:end].view(one.spec.shape) for one, (begin, end) in zip(shards, pairwise(ends), strict=True)]
 
-    numel = first + ctx.plan.longest
+    numel = first + ctx.bucket.longest
     # Zeros, because nothing is copied behind the shorter rows, and sums of anything could overflow.
-    rows = ctx.buffers.allocate(ctx.local_size, numel, dtype=dtype).zero_()
+    rows = ctx.buffers.allocate(ctx.plan.local_size, numel, dtype=dtype).zero_()
     own = ctx.buffers.allocate(numel, dtype=dtype)
-    parts = [part for row, shards in zip(rows, ctx.plan.shards, strict=True) for part in parts_of(row, shards)]
+    parts = [part for row, shards in zip(rows, ctx.bucket.shards, strict=True) for part in parts_of(row, shards)]
     return NodeElements(rows, parts, own, parts_of(own, ctx.shards))
 
 
 def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElements]:
-    """Decode this rank's shard and gather the elements of all ranks, with a status.
-
-    A rank whose shard failed says so instead of leaving the others waiting; then all of them raise.
-    """
-    elements = ctx.buffers.get("elements", lambda: _make_elements(ctx, ctx.plan.dtype, _STATUS_NUMEL))
+    """Decode this rank's shard and gather the elements of all ranks, with a status: if one failed, all raise."""
+    elements = ctx.buffers.get("elements", lambda: _make_elements(ctx, ctx.bucket.dtype, _STATUS_NUMEL))
     failure: FlexcommError | None = None
     status = _OK
     try:
@@ -285,8 +240,8 @@ def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElemen
                 received.decode_(ctx, elements.own_parts)
     except FlexcommError as error:
         failure, status = error, _DISAGREED if isinstance(error, ConfigMismatchError) else _FAILED
-    elements.own[:_STATUS_NUMEL] = torch.tensor([status, *digest_of(ctx, *ctx.plan.digests)])
-    moved = (ctx.local_size - 1) * elements.own.nbytes
+    elements.own[:_STATUS_NUMEL] = torch.tensor([status, *digest_of(ctx, *ctx.bucket.digests)])
+    moved = (ctx.plan.local_size - 1) * elements.own.nbytes
     yield Collective("gather_inside", methodcaller("all_gather", elements.own, elements.rows), moved, moved)
     if failure is not None:
         raise failure

@@ -1,23 +1,20 @@
 """Compressors that are no pipeline: codecs of one's own for whole buckets.
 
-A compressor with a method ``bucket_codec(specs)`` returns a :class:`BucketCodec` for the tensors of a bucket that one
-rank works on. Such tensors are not cut inside a node: each is worked on by one of its ranks.
+Tensors are not cut inside a node then: each is worked on by one of its ranks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import methodcaller
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flexcomm.codec import regions_of
-from flexcomm.codec.coders import header_error, read_header, to_words
+from flexcomm.codec.coders import check_header, to_words
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import LARGEST_MAGNITUDE, Average, Region, StateUpdate, TensorPlan
@@ -94,12 +91,12 @@ class BucketCodec(ABC):
     def exchange(self, ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
         """Send what is to be sent of this rank's tensors, and return what was received.
 
-        A generator: it yields each :class:`flexcomm.sync.algorithms.Collective` it needs, at most one on the leg
-        ``exchange`` and one on ``second_exchange``, and is resumed with the result.
+        A generator: it yields each :class:`flexcomm.sync.algorithms.Collective` it needs, at most one on each of the
+        legs ``exchange`` and ``second_exchange``, and is resumed with the result.
         """
         nbytes = 4 * aligned(HEADER_NWORDS + -(-self.nbytes // 4))
         buffer = ctx.buffers.get("encoded", lambda: ctx.buffers.allocate(nbytes).zero_())
-        gathered = ctx.buffers.get("gathered", lambda: ctx.buffers.allocate(ctx.nodes, nbytes))
+        gathered = ctx.buffers.get("gathered", lambda: ctx.buffers.allocate(ctx.plan.nodes, nbytes))
         with Timed(ctx.record, "encode"):
             if not ctx.nonfinite and not all(bool((x.abs() < LARGEST_MAGNITUDE).all()) for x in shard):
                 ctx.nonfinite = "NaN, infinity or a magnitude of 2**100 or more"
@@ -110,36 +107,27 @@ class BucketCodec(ABC):
             write_header_(buffer, header.pack(nbytes - HEADER_NBYTES))
             write_header_(buffer, header.pack(nbytes - HEADER_NBYTES, checksum_of(to_words(buffer).cpu().numpy())))
         ctx.record.payload_bytes += nbytes
-        moved = (ctx.nodes - 1) * nbytes
+        moved = (ctx.plan.nodes - 1) * nbytes
         yield Collective("exchange", methodcaller("all_gather", buffer, gathered), moved, moved)
-        return GatheredBuffers(self, gathered, regions_of(ctx.senders, [nbytes] * ctx.nodes))
+        return GatheredBuffers(self, gathered)
 
 
 def write_header_(buffer: Tensor, octets: bytes) -> None:
     buffer[:HEADER_NBYTES] = torch.from_numpy(np.frombuffer(octets, np.uint8).copy())
 
 
-@dataclass(frozen=True)
-class GatheredBuffers:
+class GatheredBuffers(NamedTuple):
     """The buffers of all nodes, one behind the other."""
 
     codec: BucketCodec
     gathered: Tensor
-    regions: list[Region]
 
     def verify(self, ctx: BucketContext) -> list[str]:
-        words, nonfinite = to_words(self.gathered), []
-        for region in self.regions:
-            received = read_header(words, region)
-            expected = Header(self.codec.digest, ctx.step, ctx.sequence, 0)
-            octets = expected.matching(received).pack(
-                4 * region.nwords - HEADER_NBYTES, checksum_of(words[region.start : region.end].cpu().numpy())
-            )
-            if words[region.start : region.start + HEADER_NWORDS].cpu().numpy().tobytes() != octets:
-                raise header_error(words, region, expected)
-            nonfinite += [region.sender] if received.flags == NONFINITE else []
-        return nonfinite
+        words, expected = to_words(self.gathered), Header(self.codec.digest, ctx.step, ctx.sequence, 0)
+        nwords = words.numel() // ctx.plan.nodes
+        regions = [Region(sender, node * nwords, nwords) for node, sender in enumerate(ctx.senders)]
+        return [region.sender for region in regions if check_header(words, region, expected).flags == NONFINITE]
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
-        payloads = self.gathered.view(ctx.nodes, -1)[:, HEADER_NBYTES : HEADER_NBYTES + self.codec.nbytes]
-        self.codec.decode_(payloads, outputs, step=ctx.step, average=ctx.average)
+        payloads = self.gathered[:, HEADER_NBYTES : HEADER_NBYTES + self.codec.nbytes]
+        self.codec.decode_(payloads, outputs, step=ctx.step, average=ctx.plan.settings.average)

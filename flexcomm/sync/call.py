@@ -23,15 +23,14 @@ from flexcomm.world import World
 
 T = TypeVar("T", Tensor, list[Tensor])
 
-LEAST_DECAY = 0.5
-"""The least decay with which states are updated in place."""
+LEAST_DECAY = 0.5  # with which states are updated in place
 
 
 class SyncHandle(Generic[T]):
     """A synchronisation under way. Handles of a world are finished in the order they were started."""
 
-    # Outputs, which are contiguous, are written only when all buckets are verified, here and by those who call
-    # :meth:`verify`; until then, what was done to residuals can be rolled back.
+    # Outputs are written only when all buckets are verified, here and by those who call :meth:`verify`; until then,
+    # what was done to residuals can be rolled back.
     def __init__(
         self,
         world: World,
@@ -68,10 +67,7 @@ class SyncHandle(Generic[T]):
         return self.result
 
     def verify(self) -> None:
-        """Wait until everything that was received is checked; nothing is written yet. Raises what went wrong.
-
-        For a step of several calls: verify all of them, then either :meth:`write` or :meth:`rollback` all.
-        """
+        """Wait until all that came is checked; :meth:`write` or :meth:`rollback` follows. Raises what went wrong."""
         if self._plan.in_background:
             self._verify()
         # In the order they were started: their collectives must start in one order on all ranks.
@@ -109,10 +105,7 @@ class SyncHandle(Generic[T]):
             self._end()
 
     def rollback(self) -> None:
-        """Write nothing, and take back what this call did to its residuals. Not after :meth:`write`.
-
-        For a step of several calls, one of which failed. All ranks do it, or none.
-        """
+        """Write nothing, and take back what this call did to its residuals; on all ranks. Not after :meth:`write`."""
         if self._is_over:
             return
         for task in self._tasks:
@@ -126,12 +119,12 @@ class SyncHandle(Generic[T]):
         self._is_over = True
         if self._residuals is not None:
             self._residuals.unclaim(self._plan.names)
-        for task, pool in zip(self._tasks, self._plan.pools, strict=False):
-            # Those of a bucket that failed are not used again: transports may still write them.
-            if self._error is None and self._is_verified:
-                pool.give_back(task.ctx.buffers)
-        if self._error is None:
-            self._world.add_stats(self.record, sequence=self._engine.sequence, step=self._step)
+        if self._error is not None:
+            return
+        self._world.add_stats(self.record, sequence=self._engine.sequence, step=self._step)
+        # Not those of a call that failed or was not verified: transports may still write them.
+        for task, pool in zip(self._tasks if self._is_verified else [], self._plan.pools, strict=False):
+            pool.give_back(task.ctx.buffers)
 
     def done(self) -> bool:
         """Return whether what was sent between nodes has arrived: then ``wait`` has the rest to do."""
@@ -148,11 +141,7 @@ class SyncHandle(Generic[T]):
         return total
 
     def start(self) -> None:
-        """Start all buckets, once.
-
-        Driven by the caller, every bucket is on its way between nodes when this returns; the next one is encoded while
-        one is on the wire.
-        """
+        """Start all buckets, once. Driven by the caller, all of them are on their way between nodes when it returns."""
         engine, plan = self._engine, self._plan
         engine.agree(self._world, plan)
         engine.calls += 1
@@ -185,48 +174,26 @@ class SyncHandle(Generic[T]):
 
     def _make_context(self, bucket: BucketPlan, buffers: Buffers, sequence: int) -> BucketContext:
         plan, residuals = self._plan, self._residuals
-        states: list[Tensor] | None = None
-        states_out: list[Tensor] | None = None
-        update, nonfinite, in_place = StateUpdate(gain=1.0 / plan.ranks), "", False
-        if residuals is not None:
-            update = residuals.update(1.0 / plan.ranks)
-            # To roll back, what was sent and the inputs must be there: dense sums take the place of the former, and
-            # callers that overlap may change the latter. Codecs of one's own write another state. And dividing by a
-            # small decay would enlarge what was rounded.
-            can_roll_back = bucket.algorithm not in ("dense", "codec") and update.decay >= LEAST_DECAY
-            in_place = can_roll_back and not plan.inputs_may_change and not residuals.exact_rollback
-            try:
-                states, states_out = [], []
-                for shard in bucket.shards[plan.rank]:
-                    lent = residuals.lend(shard.spec.name, shard.plan, plan.device, in_place=in_place)
-                    states.append(lent.state)
-                    states_out.append(lent.state if lent.spare is None else lent.spare)
-                    self._lent.append(shard.spec.name)
-            except FlexcommError as refusal:
-                # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
-                self._refusal, nonfinite = self._refusal or refusal, str(refusal)
-                states, states_out, in_place = None, None, False
-        return BucketContext(
-            plan=bucket,
-            tensors=self._tensors,
-            outputs=self._outputs,
-            states=states,
-            states_out=states_out,
-            in_place=in_place,
-            update=update,
-            step=self._step,
-            sequence=sequence,
-            average=plan.settings.average,
-            kernels=plan.kernels,
-            local_rank=plan.rank,
-            local_size=plan.ranks,
-            node=self._world.inter.rank,
-            nodes=plan.nodes,
-            rank_names=plan.rank_names,
-            buffers=buffers,
-            record=SyncRecord(),
-            nonfinite=nonfinite,
-        )
+        share = 1.0 / plan.local_size
+        update = StateUpdate(gain=share) if residuals is None else residuals.update(share)
+        ctx = BucketContext(plan, bucket, self._tensors, self._outputs, update, self._step, sequence, buffers)
+        if residuals is None:
+            return ctx
+        # To roll back, what was sent and the inputs must be there: dense sums take the place of the former, and callers
+        # that overlap may change the latter. Codecs of one's own write another state. And dividing by a small decay
+        # would enlarge what was rounded.
+        can_roll_back = bucket.algorithm not in ("dense", "codec") and update.decay >= LEAST_DECAY
+        in_place = can_roll_back and not plan.inputs_may_change and not residuals.exact_rollback
+        self._lent += [shard.spec.name for shard in ctx.shards]
+        try:
+            lent = [residuals.lend(one.spec.name, one.plan, plan.device, in_place=in_place) for one in ctx.shards]
+        except FlexcommError as refusal:
+            # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
+            self._refusal, ctx.nonfinite = self._refusal or refusal, str(refusal)
+            return ctx
+        ctx.in_place = in_place
+        ctx.states, ctx.states_out = [state for state, _ in lent], [state_out for _, state_out in lent]
+        return ctx
 
     def _verify(self) -> None:
         """Take every bucket to where all is verified, once. What goes wrong is kept for those who ask."""
@@ -250,11 +217,11 @@ class SyncHandle(Generic[T]):
                 raise next((one for one in failures if isinstance(one, TransportError)), failures[0])
             senders = dict.fromkeys(sender for task in self._tasks for sender in task.ctx.nonfinite_senders)
             if senders and self._plan.settings.nonfinite == "raise":
+                own = "; ".join(task.ctx.nonfinite for task in self._tasks if task.ctx.nonfinite)
                 raise NonFiniteError(
                     f"{', '.join(senders)} had NaN, infinity or a magnitude of 2**100 or more to send, or residuals "
-                    f"that do not fit (then its own error says so), and nothing was changed on any rank. Skip this "
-                    f"step; if that happens often, lower the learning rate or the loss scale, clip, or pass "
-                    f"nonfinite='skip'."
+                    f"that do not fit, and nothing was changed on any rank.{own and f' Here: {own}.'} Skip this step; "
+                    f"if that happens often, lower the learning rate or the loss scale, clip, or pass nonfinite='skip'."
                 )
             self.skipped = bool(senders)
         except BaseException as error:

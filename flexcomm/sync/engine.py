@@ -1,17 +1,17 @@
 """The engine: drives the buckets of all calls of a world, synchronisations and mixes (``flexcomm/gossip``) alike.
 
 Collectives start in an order that follows from the order of calls and from nothing else, so any number of buckets and
-of calls can be under way at once. A synchronisation is driven in one of two ways, which its plan says, on process
-groups that the other does not use: by the caller, when it is started and when it or a later call is waited for; or in
-the background, by comm threads. A mix is driven by the comm thread of its communicator.
+of calls can be under way at once. A synchronisation is driven by the caller, when it is started and when it or a later
+call is waited for; or, as its plan says, by comm threads, on process groups that nobody else uses. A mix is driven by
+the comm thread of its communicator.
 
 [Note: order of collectives] Ranks must start the collectives of one process group in one order, whatever the timing of
 each rank. A synchronisation has one thread and one process group for each leg: every bucket passes through all threads
-in the order in which calls were made, also through those of legs it does not have, and only one thread starts
+in the order in which calls were made, also through those of legs it does not have, and one thread alone starts the
 collectives on a group: that of the leg before, as soon as a bucket gets there, so that the next bucket's collective is
-under way while this one's is waited for. The first thread starts the first two legs. So a thread is named after the leg
-it waits for, and starts the next one. A mix has several collectives between nodes: one thread drives all legs of a
-bucket, and then those of the next.
+under way while this one's is waited for. So ``flexcomm-wait-reduce_inside`` starts the first leg, waits for it, encodes
+and starts the exchange; ``flexcomm-wait-exchange`` waits for that and starts what is next, and so on. A mix has several
+collectives between nodes: one thread drives all legs of a bucket, and then those of the next.
 """
 
 from __future__ import annotations
@@ -40,16 +40,12 @@ from flexcomm.transport.mpi import threads_are_free
 from flexcomm.world import World
 
 MOST_PLANS = 256
-_END_S = 1.0
-"""How long an interpreter that ends waits for a collective that does not."""
+_END_S = 1.0  # how long an interpreter that ends waits for a collective that does not
 
 
 # Any: a plan is a SyncPlan, or gossip's MixPlan, and its key says which.
 class PlanCache(dict["Hashable", Any]):
-    """Plans of calls that were made before, with their buffers; where shapes keep changing, the oldest are forgotten.
-
-    What was agreed stays agreed, so ranks need not forget the same ones.
-    """
+    """Plans of earlier calls, with their buffers; the oldest are forgotten. What was agreed stays agreed."""
 
     def __setitem__(self, key: Hashable, plan: Any) -> None:
         if len(self) >= MOST_PLANS:
@@ -59,14 +55,11 @@ class PlanCache(dict["Hashable", Any]):
 
 @dataclass(eq=False)
 class Engine:
-    """What the calls of one world share. It does not hold the world, which would then never end.
+    """What the calls of one world share. It does not hold the world, which would then never end."""
 
-    ``under_way`` finish the calls that the caller drives, in their order. ``communicators`` drive mixes, by name.
-    """
-
-    under_way: deque[Callable[[], None]] = field(default_factory=deque)
+    under_way: deque[Callable[[], None]] = field(default_factory=deque)  # finish the calls that the caller drives
     threads: CommThreads | None = None
-    communicators: dict[str, CommThreads] = field(default_factory=dict)
+    communicators: dict[str, CommThreads] = field(default_factory=dict)  # drive mixes
     sequence: int = 0
     calls: int = 0
     plans: PlanCache = field(default_factory=PlanCache)
@@ -98,7 +91,7 @@ class Engine:
         if self.threads is None:
             first, second = world.clone_groups(), world.clone_groups()
             groups = zip(LEGS, (first.intra, first.inter, second.inter, second.intra), strict=True)
-            self.threads = CommThreads(world, dict(groups), {leg: (leg,) for leg in LEGS}, device)
+            self.threads = CommThreads(world, dict(groups), {f"wait-{leg}": (leg,) for leg in LEGS}, device)
         return self.threads
 
 
@@ -119,11 +112,9 @@ C = TypeVar("C", bound=Any)
 class BucketTask(Generic[C]):
     """One bucket of a call under way: where it is on its path.
 
-    ``steps`` is the path, such as ``sync_bucket(ctx)``: a generator that yields the collectives it needs, then
-    ``VERIFIED``; resumed after that, it writes outputs.
-
-    One thread at a time drives it. A bucket that fails keeps the reason, and the other buckets of its call still go to
-    their ends, where ranks that did not fail would wait for this one; only a failure of a transport ends all of them.
+    ``steps`` is the path, such as ``sync_bucket(ctx)``. One thread at a time drives it. A bucket that fails keeps the
+    reason, and the other buckets of its call still go to their ends, where ranks that did not fail would wait for this
+    one; only a failure of a transport ends all of them.
     """
 
     def __init__(
@@ -131,12 +122,9 @@ class BucketTask(Generic[C]):
     ) -> None:
         self.ctx = ctx
         self.failure: BaseException | None = None
-        self.is_done = False
-        """Whether nothing is under way any more: what came is verified, or the bucket failed."""
-        self.ready: torch.Event | None = None
-        """When the device has computed the bucket's tensors."""
-        self.wanted: Collective | None = None
-        """What is to be started next."""
+        self.is_done = False  # what came is verified, or the bucket failed
+        self.ready: torch.Event | None = None  # when the device has computed the bucket's tensors
+        self.wanted: Collective | None = None  # what is to be started next
         self.under_way: Collective | None = None
         self._steps, self._done = steps, done
         self._handle: Handle[Any] | None = None
@@ -160,15 +148,14 @@ class BucketTask(Generic[C]):
         except TransportError:
             raise
         except FlexcommError as failure:
-            self.fail(failure)
+            self.end(failure)
             return
-        if wanted is VERIFIED:
-            self._end()
+        if wanted == VERIFIED:
+            self.end()
         else:
             self.wanted = wanted
 
     def start(self, transport: Transport) -> None:
-        """Start the collective that the bucket wants."""
         wanted = self.wanted
         assert wanted is not None  # noqa: S101  (our own invariant)
         self._started_s = time.perf_counter()
@@ -185,36 +172,26 @@ class BucketTask(Generic[C]):
         self.under_way = self._handle = None
         return result
 
-    def fail(self, failure: BaseException) -> None:
-        """Keep the reason; nothing of the bucket is under way any more."""
-        self.failure = failure
-        self._end()
-
-    def _end(self) -> None:
-        self.is_done = True
+    def end(self, failure: BaseException | None = None) -> None:
+        """Have nothing under way any more; if the bucket failed, keep the reason."""
+        self.failure, self.is_done = failure, True
         if self._done is not None:
             self._done.set()
 
     def wait_done(self) -> None:
-        """Return when comm threads are done with the bucket."""
         if self._done is not None:
             self._done.wait()
 
     def write_outputs(self) -> None:
-        """Decode what was received and verified."""
         next(self._steps, None)
 
     def has_arrived(self) -> bool:
-        """Return whether the caller would not block on it."""
         handle = self._handle  # a comm thread may take it away
         return self.is_done or (handle is not None and handle.done())
 
 
 def can_run_in_background(world: World, device: torch.device) -> bool:
-    """Return whether comm threads can drive the buckets of this world's tensors on that device.
-
-    On a GPU the model's own thread enqueues everything, in one order with FSDP's collectives.
-    """
+    # On a GPU the model's own thread enqueues everything, in one order with FSDP's collectives.
     return device.type == "cpu" and world.topology.size > 1 and world.can_clone_groups and _may_use_threads(world)
 
 
@@ -225,14 +202,10 @@ def _may_use_threads(world: World) -> bool:
 class CommThreads:
     """Threads that drive buckets on process groups that only they use. All ranks of the world make them together.
 
-    After a transport failed, all later buckets fail with the same error: ranks no longer agree on which is next.
-
-    Args:
-        world: the ranks; if their MPI serves one thread at a time, :meth:`submit` drives a bucket to its end instead.
-        transports: the cloned groups, by leg.
-        legs: the legs that each thread drives, by its name. Only the first thread may have several.
-        device: whose tensors are sent; if it has streams, the threads use one of their own.
-
+    A thread waits for its own legs, and starts its own and the next thread's: see [Note: order of collectives].
+    ``legs`` are those of each thread, by its name; only the first may have several. After a transport failed, all later
+    buckets fail with the same error: ranks no longer agree on which is next. If MPI serves one thread at a time, there
+    are none, and :meth:`submit` drives a bucket to its end.
     """
 
     def __init__(
@@ -258,20 +231,15 @@ class CommThreads:
         # A world that is closed with buckets under way lets them arrive: its peers wait for them.
         world.at_close(self.join)
         finalize(world, self._end)
-        atexit.register(self._stop)
+        atexit.register(self.join, _END_S)
 
     def next_sequence(self) -> int:
-        """Return the number of a call, counted on all ranks alike, for callers whose headers carry it."""
+        """Return the number of a call, counted on all ranks alike, for headers that carry it."""
         self._sequence += 1
         return self._sequence
 
     def submit(self, task: BucketTask[Any]) -> None:
-        """Have a bucket driven after all those before it, and after what the device's current stream has to do.
-
-        Raises:
-            TransportError: the world is closed, and the threads have ended.
-
-        """
+        """Have a bucket driven after all those before it, and after what the device's current stream has to do."""
         if self._ended:
             raise TransportError("this world is closed, and sends nothing any more. Connect again, or close it later.")
         task.ready = record_event(self._device)
@@ -293,13 +261,10 @@ class CommThreads:
 
     def _end(self) -> None:
         """Let the threads end after what was submitted; nothing can be submitted any more."""
-        atexit.unregister(self._stop)
+        atexit.unregister(self.join)
         self._ended = True
         if self._threads:
             self._queues[0].put(None)
-
-    def _stop(self) -> None:
-        self.join(_END_S)
 
     def _run(self, number: int) -> None:
         following = self._queues[number + 1 : number + 2]
@@ -315,24 +280,21 @@ class CommThreads:
 
     def _drive(self, task: BucketTask[Any], number: int) -> None:
         """Take a bucket through the legs of a thread, and start the next leg. See [Note: order of collectives]."""
+        own, startable = self._legs[number], self._legs[number] + self._legs[number + 1]
         try:
             if self._broken is not None:
                 raise self._broken
             with use_stream(self._stream, task.ready):
                 if number == 0:
                     task.resume(None)
-                self._start(task, number)
-                while task.under_way is not None and task.under_way.leg in self._legs[number]:
+                while True:
+                    if task.wanted is not None and task.wanted.leg in startable:
+                        task.start(self.transports[task.wanted.leg])
+                    if task.under_way is None or task.under_way.leg not in own:
+                        break
                     task.resume(task.wait())
-                    self._start(task, number)
         except TransportError as error:
             self._broken = error
-            task.fail(error)
+            task.end(error)
         except BaseException as error:  # Whoever waits for the bucket raises it.
-            task.fail(error)
-
-    def _start(self, task: BucketTask[Any], number: int) -> None:
-        """Start the collective that the bucket wants, if it is of this thread's legs or of the next one's."""
-        wanted = task.wanted
-        if wanted is not None and wanted.leg in self._legs[number] + self._legs[number + 1]:
-            task.start(self.transports[wanted.leg])
+            task.end(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -17,17 +17,15 @@ from flexcomm.codec import TensorShard, assemble_buffer, plan_tensor, shard_tens
 from flexcomm.compress import Compressor, TensorSpec
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels import Average, BufferPlan, Kernels, Selection, TensorPlan, ValueCode, choose_kernels
-from flexcomm.sync.algorithms import Algorithm, can_reduce, dense_plan, plan_two_phase
+from flexcomm.sync.algorithms import Algorithm, can_reduce, plan_two_phase
 from flexcomm.sync.bucket_codec import BucketCodec, BucketCompressor
 
 log = logging.getLogger(__name__)
 
 AlgorithmOption = Literal["auto", "gather", "gatherv", "reduce", "two_phase", "dense", "codec"]
-NonFinitePolicy = Literal["raise", "skip", "zero"]
-MOST_SPARE = 8
-"""Buffers that a pool keeps for calls under way at once; a burst of more calls frees its own."""
-_LEAST_SHARE = 1 / 16
-"""The least of ``bucket_bytes`` that a bucket holds: 1 MiB of the default."""
+NonFinitePolicy = Literal["raise", "skip", "zero"]  # zero: nonfinite elements count as 0; skip: all outputs are 0
+MOST_SPARE = 8  # buffers that a pool keeps for calls under way at once; a burst of more calls frees its own
+_LEAST_SHARE = 1 / 16  # the least of bucket_bytes that a bucket holds: 1 MiB of the default
 
 T = TypeVar("T")
 
@@ -71,22 +69,16 @@ class SyncSettings:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: its tensors, the shards of them each rank of a node works on, and how they cross between nodes.
-
-    ``shards[r]`` are those of local rank r, ``numbers[r]`` the tensors they belong to and ``buffers[r]`` the layout of
-    their buffer. ``gathers_payloads`` says whether the ranks of a node hand each other the payloads they received, or
-    the elements they decoded.
-    """
+    """One bucket: its tensors, the shards of them each rank of a node works on, and how they cross between nodes."""
 
     tensors: tuple[int, ...]
     dtype: torch.dtype
-    shards: tuple[tuple[TensorShard, ...], ...]
-    numbers: tuple[tuple[int, ...], ...]
-    buffers: tuple[BufferPlan, ...]
+    shards: tuple[tuple[TensorShard, ...], ...]  # by local rank
+    numbers: tuple[tuple[int, ...], ...]  # by local rank: the tensors that its shards belong to
+    buffers: tuple[BufferPlan, ...]  # by local rank; none for a compressor that is no pipeline
     algorithm: Algorithm
-    gathers_payloads: bool
-    codecs: tuple[BucketCodec, ...] = ()
-    """Those of a compressor that is no pipeline, by rank: then there are no buffer plans."""
+    gathers_payloads: bool  # the ranks of a node gather the payloads they received, not the elements they decoded
+    codecs: tuple[BucketCodec, ...] = ()  # by local rank, for a compressor that is no pipeline
 
     @cached_property
     def digests(self) -> tuple[int, ...]:
@@ -99,27 +91,20 @@ class BucketPlan:
         return list(zip(chain(*self.shards), chain(*self.numbers), strict=True))
 
     @cached_property
-    def numels(self) -> tuple[int, ...]:
-        """Elements of each rank's shards."""
-        return tuple(sum(shard.last - shard.first for shard in shards) for shards in self.shards)
-
-    @cached_property
     def longest(self) -> int:
-        return max(self.numels)
+        """The most elements that a rank works on."""
+        return max(sum(shard.numel for shard in shards) for shards in self.shards)
 
 
 class Buffers:
-    """The memory one call uses for one bucket: tensors, views of them, encoders and decoders on them.
-
-    All of it follows from the plan and the world, so it is made on first use and never changes.
-    """
+    """The memory one call uses for one bucket: tensors, views of them, encoders and decoders, made on first use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[str, Any] = {}
 
     def get(self, name: str, make: Callable[[], T]) -> T:
-        """Return what was made under that name, which stands for one type, making it on first use."""
+        """Return what was made under that name, which stands for one type."""
         if name not in self._made:
             # Not as inference tensors, which no later call could write.
             with torch.inference_mode(False):
@@ -127,7 +112,6 @@ class Buffers:
         return self._made[name]  # type: ignore[no-any-return]
 
     def allocate(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return an uninitialised tensor on the pool's device."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
@@ -148,25 +132,21 @@ class BufferPool:
 
 @dataclass(eq=False)
 class SyncPlan:
-    """What calls with the same tensors and arguments share, on local rank ``rank`` of ``ranks``, on ``nodes`` nodes.
-
-    ``all_ranks`` says whether all ranks take part, or only those of this local rank, and ``in_background`` whether comm
-    threads drive the buckets. The caller's inputs may change before a call is done where that was asked for
-    (``inputs_may_change``), even if there are no such threads. ``rank_names[r][n]`` is what messages call local rank r
-    of node n. ``agreed_after`` are the numbers of the plans used before, 0 for none, after which all ranks were found
-    to use this one: numbers, because a forgotten plan must not live on here.
-    """
+    """What calls with the same tensors and arguments share."""
 
     settings: SyncSettings
     device: torch.device
     nodes: int
-    ranks: int
-    rank: int
-    all_ranks: bool
-    in_background: bool
-    inputs_may_change: bool
-    rank_names: list[list[str]]
+    node: int
+    local_size: int  # 1, if shards are only exchanged
+    local_rank: int
+    all_ranks: bool  # all take part, not only those of this local rank
+    in_background: bool  # comm threads drive the buckets
+    inputs_may_change: bool  # before a call is done: threads were asked for, even if there are none
+    rank_names: list[list[str]]  # by local rank and node, for messages
     number: int = field(default_factory=count(1).__next__)
+    # The numbers of the plans used before, 0 for none, after which all ranks agreed on this one. Numbers, because a
+    # forgotten plan must not live on here.
     agreed_after: set[int] = field(default_factory=set)
 
     @cached_property
@@ -180,17 +160,17 @@ class SyncPlan:
     @cached_property
     def buckets(self) -> tuple[BucketPlan, ...]:
         """The buckets. Used only once ranks agree: a plan that fails on one rank would fail there alone."""
-        return plan_buckets(self.settings, self.nodes, self.ranks)
+        return plan_buckets(self.settings, self.nodes, self.local_size)
 
     @cached_property
     def pools(self) -> list[BufferPool]:
-        """The buffers of each bucket."""
         return [BufferPool(self.device) for _ in self.buckets]
 
     @cached_property
     def dense_bytes(self) -> int:
         """The length of what this rank works on, uncompressed."""
-        return sum(bucket.numels[self.rank] * bucket.dtype.itemsize for bucket in self.buckets)
+        shards = ((bucket, shard) for bucket in self.buckets for shard in bucket.shards[self.local_rank])
+        return sum(shard.numel * bucket.dtype.itemsize for bucket, shard in shards)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -200,7 +180,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @lru_cache(maxsize=256)
 def plan_buckets(settings: SyncSettings, nodes: int, ranks: int) -> tuple[BucketPlan, ...]:
-    """Return the buckets of a call, for nodes of so many ranks."""
     chosen = choose_algorithms(settings.specs, settings.compressor, nodes, settings.algorithm)
     return tuple(
         _plan_bucket(settings, tensors, chosen[settings.specs[tensors[0]].dtype].algorithm, nodes, ranks)
@@ -218,9 +197,7 @@ class ChosenAlgorithm(NamedTuple):
 def choose_algorithms(
     specs: Sequence[TensorSpec], compressor: Compressor, nodes: int, algorithm: AlgorithmOption = "auto"
 ) -> dict[torch.dtype, ChosenAlgorithm]:
-    """Return the algorithm for all tensors of each dtype.
-
-    For all, not for each bucket: algorithms send different things, and the size of buckets must not change the result.
+    """Return the algorithm for all tensors of each dtype, so that the size of buckets does not change the result.
 
     Args:
         specs: all tensors, however they will be put into buckets.
@@ -245,7 +222,7 @@ def _choose_algorithm(
 ) -> ChosenAlgorithm:
     dtype, plans = specs[0].dtype, tuple(plan_tensor(spec, compressor) for spec in specs)
     plan = assemble_buffer(specs, plans)
-    dense = assemble_buffer(specs, tuple(dense_plan(one, dtype) for one in plans))
+    dense = assemble_buffer(specs, tuple(one.sending_everything(ValueCode.of(dtype)) for one in plans))
     others, share = nodes - 1, (nodes - 1) / nodes
     sent: dict[Algorithm, float] = {}
     # Of equals the first is taken: gathered buffers carry headers and checksums, sums do not.
@@ -265,21 +242,18 @@ def _choose_algorithm(
     if chosen not in sent:
         raise InvalidArgumentError(
             f"algorithm {chosen!r} cannot carry this compressor, but {', '.join(sorted(sent))} and auto can: reduce "
-            f"needs shared indices and fp32, bf16 or fp16 values, two_phase needs top-k, gather a length known "
-            f"beforehand."
+            f"needs shared indices and float values, two_phase needs top-k, gather a length known beforehand."
         )
-    listed = ", ".join(f"{other} {nbytes:.0f}" for other, nbytes in sent.items())
     message = "%d tensors of %s, from %s on, use %s among %d nodes; bytes a node sends: %s"
-    log.info(message, len(specs), dtype, specs[0].name, chosen, nodes, listed)
+    log.info(message, len(specs), dtype, specs[0].name, chosen, nodes, sent)
     return ChosenAlgorithm(chosen, sent)
 
 
 def fill_buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> list[tuple[int, ...]]:
     """Return the numbers of the tensors of each bucket: of one dtype, and of up to so many dense bytes.
 
-    A tensor larger than that makes a bucket larger. Buckets of less than a sixteenth of it take another tensor all the
-    same, because a collective costs more than its bytes; only the last one of a dtype may be small. Buckets come in the
-    order in which they are complete, if tensors become ready in the order given.
+    A larger tensor makes a larger bucket. A bucket of less than a sixteenth takes another tensor all the same, because
+    a collective costs more than its bytes. Buckets come in the order in which they are complete.
 
     Args:
         specs: the tensors, in the order in which they become ready.
@@ -310,18 +284,15 @@ def _plan_bucket(
     buffers: list[BufferPlan] = []
     if isinstance(settings.compressor, BucketCompressor):
         # Tensors are not cut: the name of each decides which rank of a node works on it.
+        number_of = dict(zip(summed, tensors, strict=True))
         for rank, own in enumerate(by_rank):
-            numbered = [
-                (number, spec)
-                for number, spec in zip(tensors, summed, strict=True)
-                if zlib.crc32(spec.name.encode()) % ranks == rank
-            ]
-            codecs.append(settings.compressor.bucket_codec(tuple(spec for _, spec in numbered)))
-            own += [(number, _uncut_shard(spec, codecs[-1])) for number, spec in numbered]
+            own_specs = [spec for spec in summed if zlib.crc32(spec.name.encode()) % ranks == rank]
+            codecs.append(settings.compressor.bucket_codec(tuple(own_specs)))
+            own += [(number_of[spec], _uncut_shard(spec, codecs[-1])) for spec in own_specs]
     else:
         for number, spec, summed_as in zip(tensors, specs, summed, strict=True):
             plan = plan_tensor(spec, settings.compressor)
-            plan = dense_plan(plan, dtype) if algorithm == "dense" else plan
+            plan = plan.sending_everything(ValueCode.of(dtype)) if algorithm == "dense" else plan
             for own, shard in zip(by_rank, shard_tensor(summed_as, plan, ranks), strict=True):
                 own += [] if shard is None else [(number, shard)]
         buffers = [
@@ -330,9 +301,11 @@ def _plan_bucket(
         ]
     shards = tuple(tuple(shard for _, shard in own) for own in by_rank)
     numbers = tuple(tuple(number for number, _ in own) for own in by_rank)
-    longest = max(sum(shard.last - shard.first for shard in own) for own in shards)
-    gathers_payloads = algorithm == "gather" and nodes * max(plan.nbytes for plan in buffers) < longest * dtype.itemsize
-    return BucketPlan(tensors, dtype, shards, numbers, tuple(buffers), algorithm, gathers_payloads, tuple(codecs))
+    bucket = BucketPlan(tensors, dtype, shards, numbers, tuple(buffers), algorithm, False, tuple(codecs))
+    if algorithm != "gather":
+        return bucket
+    payloads_nbytes = nodes * max(plan.nbytes for plan in buffers)
+    return replace(bucket, gathers_payloads=payloads_nbytes < bucket.longest * dtype.itemsize)
 
 
 def _uncut_shard(spec: TensorSpec, codec: BucketCodec) -> TensorShard:

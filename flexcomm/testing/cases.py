@@ -136,7 +136,7 @@ def sampled_buckets(count: int, seed: int = 0) -> list[BucketCase]:
         shape, rows, cols, chunk_rows, chunk_cols, transformed = draw(GEOMETRIES)
         everything = Selection.EVERYTHING, chunk_rows * chunk_cols, values
         whole = TensorPlan(rows, cols, chunk_rows, chunk_cols, transformed, *everything)
-        if selection.rule.is_variable:
+        if selection.rule.variable_count:
             k = max(1, draw((whole.entries, whole.entries // 2, whole.entries // 8, 1)))
             tau, variable_length = draw((1e-6, 0.3, 1.0, 1e30)), draw((True, False))
             plan = replace(whole, selection=selection, k=k, tau=tau, variable_length=variable_length)

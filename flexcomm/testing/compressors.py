@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from flexcomm.codec import decode_bucket_, encode_bucket_, is_dense, plan_buffer, regions_of
+from flexcomm.codec import Decoder, Encoder, is_dense, plan_buffer
 from flexcomm.compress import Compressor, TensorSpec, dense
 from flexcomm.kernels import Average, Kernels, ReferenceKernels, StateUpdate, TensorPlan, ValueCode, choose_kernels
 from flexcomm.kernels.layout import ALIGNMENT, HEADER_NBYTES
@@ -251,11 +251,14 @@ def exchange(
         buffers = []
         for row, held in zip(tensors, states, strict=True):
             buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=row[0].device)
-            nbytes = encode_bucket_(plan, row, buffer, step=step, sequence=step, kernels=kernels, states=held)
-            buffers.append(buffer[:nbytes])
-        regions = regions_of(NODES[: len(buffers)], [buffer.numel() for buffer in buffers])
-        words = torch.cat(buffers)
-        decode_bucket_(plan, words, regions, outs, step=step, sequence=step, kernels=kernels, average=average)
+            encoder = Encoder(plan, buffer, kernels)
+            problem = encoder.encode_(row, held, held, step=step, sequence=step)
+            require(compressor, not problem, f"finite tensors are encoded: {problem}")
+            buffers.append(buffer[: encoder.nbytes])
+        nbytes = [buffer.numel() for buffer in buffers]
+        decoder = Decoder(plan, torch.cat(buffers), NODES[: len(buffers)], kernels, nbytes)
+        require(compressor, decoder.verify(step=step, sequence=step) == [], "what was encoded is sound")
+        decoder.decode_(outs, step=step, average=average)
     return outs
 
 

@@ -12,8 +12,7 @@ from flexcomm.errors import DeadlineExceededError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-Messages = Sequence[tuple[int, Tensor]]
-"""Each a peer, and what is sent to it or received from it."""
+Messages = Sequence[tuple[int, Tensor]]  # each a peer, and what is sent to it or received from it
 
 
 class Handle(Protocol[T_co]):
@@ -36,9 +35,8 @@ class Transport(Protocol):
     """A group of ranks over one backend. :func:`flexcomm.connect` takes one of your own for either leg.
 
     Every verb starts at once and returns a handle. All ranks of the group call the same verbs in the same order with
-    equal shapes and dtypes; ``World.agree`` makes sure of that beforehand, because no backend does (unequal sizes
-    corrupt memory or abort the process). ``rank`` and every peer are numbers inside the group. Inputs must not change,
-    and outputs must not be read, before ``wait()`` returns.
+    equal shapes and dtypes; the library makes sure of that beforehand, because no backend does. ``rank`` and every peer
+    are numbers inside the group. Inputs must not change, and outputs must not be read, before ``wait()`` returns.
 
     One of your own may also have a method ``clone()``, which all its ranks call together: it returns a second transport
     on the same ranks, whose collectives do not order those of the first. :meth:`World.clone_groups` needs it.
@@ -96,12 +94,7 @@ class Transport(Protocol):
         ...
 
 
-VERBS = ("all_gather", "all_gatherv", "all_reduce", "reduce_scatter", "broadcast", "send_recv", "barrier")
-PROPERTIES = ("name", "rank", "size", "timeout_s")
-
-
 def describe_transport(transport: Transport) -> str:
-    """Return the type and the name of a transport."""
     return f"{type(transport).__name__}({transport.name!r})"
 
 
@@ -131,20 +124,16 @@ class Finished:
 class Operation(Generic[T]):
     """The handle that the library's own transports return.
 
-    ``deliver`` returns the result, and is called once, when the work of ``request`` is done. ``holds`` are the buffers
-    that the backend reads and writes.
+    ``deliver`` returns the result, once the work of ``request`` is done. ``holds`` are the backend's buffers.
     """
 
     def __init__(
         self, verb: str, transport: Transport, request: Request, deliver: Callable[[], T], holds: object = None
     ) -> None:
-        self._verb = verb
-        self._transport = transport
-        self._request = request
+        self._verb, self._transport, self._request, self._holds = verb, transport, request, holds
         self._deliver: Callable[[], T] | None = deliver
-        self._holds = holds
-        self._started_s = time.monotonic()
         self._result: T | None = None
+        self._started_s = time.monotonic()
 
     def wait(self) -> T:
         if self._deliver is not None:
@@ -157,8 +146,7 @@ class Operation(Generic[T]):
                     raise DeadlineExceededError(
                         f"{self._verb} over {self._transport} did not finish: waited {timeout_s:g} s, "
                         f"{time.monotonic() - self._started_s:.1f} s after it was started. A rank is slow, stopped, or "
-                        f"in another call; its own output tells which. If the wait is expected, pass a larger "
-                        f"timeout_s to flexcomm.connect."
+                        f"in another call; its own output tells which. Or pass a larger timeout_s to flexcomm.connect."
                     ) from error.__cause__
                 raise
             self._result = self._deliver()

@@ -1,13 +1,12 @@
 """A transport over MPI, through mpi4py's buffer calls.
 
 Host memory is handed to MPI as it is. So is device memory that is only moved, where the MPI is GPU-aware; else, and in
-verbs that add, it goes through pinned host memory. MPI knows no streams, so the current one is synchronised first
-either way. bfloat16 and float16, which MPI has no type for, are summed by an operation of our own.
+verbs that add, it goes through pinned host memory.
 
 [Note: MPI progress] An MPI moves data only inside MPI calls. Without help, a 5 MB gather over 100 Mbit/s that is
 started before 0.8 s of computation takes place after it (measured with Open MPI 5: 1.3 to 1.6 s in all, against 0.81 s
-with regular tests). So one daemon thread per process tests whatever is under way, twice a millisecond, and sleeps while
-there is nothing. A rank that waits tests by itself: going through the thread would cost a small message its latency.
+with regular tests). So one daemon thread per process tests whatever is under way, twice a millisecond. A rank that
+waits tests by itself: going through the thread would cost a small message its latency.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ if TYPE_CHECKING:
 TEST_INTERVAL_S = 0.0005
 SPIN_S = 0.002
 """A rank that waits only yields between its tests for so long; then it sleeps a tenth of the time it has waited."""
-LARGEST_COUNT = 2**31 - 1
-"""An MPI before version 4 counts in C ints."""
+LARGEST_COUNT = 2**31 - 1  # an MPI before version 4 counts in C ints
 _ALIGNED = 8
 _SHORTEST_IN_A_RING = 1 << 16
 """Bytes from which a gather among more than two goes round in a ring: links carry one message each way at a time. Open
@@ -155,9 +153,7 @@ class MPIRequest:
 
         self._mpi = MPI  # Kept: a handle may die when the interpreter ends, too late to import anything.
         self._chains = [(chain, next(chain)) for chain in chains]
-        self._where = where
-        self._lock = threading.Lock()
-        self._finished = False
+        self._where, self._lock, self._finished = where, threading.Lock(), False
         self._error: TransportError | None = None
 
     def done(self) -> bool:
@@ -243,10 +239,7 @@ def threads_are_free() -> bool:
 
 
 def moved(flat: Tensor, parts: int = 1) -> BufferSpec:
-    """Return ``flat`` as a buffer that is only moved: counted in the widest unit that divides one of its ``parts``.
-
-    Both ends derive the unit from the same size, and wide units keep the counts of large tensors within a C int.
-    """
+    """Return ``flat`` as a buffer that is only moved: in units as wide as divide a part, so that counts stay small."""
     nbytes = flat.nbytes // parts
     width = next(width for width in (8, 4, 2, 1) if nbytes % width == 0)
     return buffer_spec(flat, nbytes // width, f"UINT{8 * width}_T")
@@ -308,11 +301,10 @@ CHOICE_PREFIXES = ("OMPI_ALLOW_", "PRTE_ALLOW_", "OMPI_MCA_btl", "OMPI_MCA_pml",
 
 @cache
 def mpi_is_gpu_aware() -> bool:
-    """Return whether the MPI at hand may be given device pointers; asked once per process.
+    """Return whether the MPI at hand may be given device pointers.
 
-    Asking is dangerous: an MPI that is not GPU-aware (Open MPI says CUDA-aware) reads the pointer as host memory and
-    crashes, and some builds answer their own query wrongly. So a child process tries it, and may crash instead of the
-    job.
+    One that is not GPU-aware reads the pointer as host memory and crashes, and some builds answer their own query
+    wrongly: so a child process tries it, and may crash instead of the job.
     """
     kind = accelerator()
     if kind is None:
@@ -331,7 +323,7 @@ def mpi_is_gpu_aware() -> bool:
 
 
 def environment_without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the launcher's variables: the child is a job of one, not this job's rank again."""
+    """Return the environment of a child that is a job of one, not this job's rank again."""
     return {
         name: value
         for name, value in environ.items()

@@ -1,20 +1,19 @@
 """The verbs of a transport on tensors of any layout, over a backend that takes flat, contiguous buffers.
 
 Here arguments are checked, and each tensor gets a buffer: its own memory where that is contiguous and in the backend's
-reach, else a copy, on the host where need be. Two transports without a backend of their own are here, too: that of a
-group of one rank, and the one that chooses between two others by where a tensor lives.
+reach, else a copy, on the host where need be. The transports without a backend of their own are here, too.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexcomm.device import is_supported, may_pin_for, supported_names, synchronize_stream
+from flexcomm.device import KINDS, may_pin_for, synchronize_stream
 from flexcomm.errors import InvalidTensorError, TransportError
 from flexcomm.transport.base import Finished, Handle, Messages, Operation, Request, Transport
 
@@ -38,7 +37,6 @@ class StagingBuffer(NamedTuple):
     target: Tensor
 
     def deliver(self) -> Tensor:
-        """Return the target, holding what arrived."""
         if self.buffer.data_ptr() != self.target.data_ptr():
             self.target.detach().copy_(self.buffer.view(self.target.shape), non_blocking=True)
         return self.target
@@ -52,11 +50,16 @@ class BufferTransport(ABC):
     """
 
     name: str
+    _start_all_gather: Callable[[Tensor, Tensor], Request]
+    _start_all_gatherv: Callable[[Tensor, Tensor, Sequence[int]], Request]
+    _start_all_reduce: Callable[[Tensor], Request]
+    _start_reduce_scatter: Callable[[Tensor, Tensor], Request]
+    _start_broadcast: Callable[[Tensor, int], Request]
+    _start_send_recv: Callable[[Messages, Messages], Request]
+    _start_barrier: Callable[[], Request]
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout_s = timeout_s
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._closed = False
 
     def __str__(self) -> str:
@@ -108,24 +111,26 @@ class BufferTransport(ABC):
         return Operation("broadcast", self, self._start_broadcast(place.buffer, root), place.deliver, place)
 
     def send_recv(self, sends: Messages, receives: Messages) -> Operation[tuple[Tensor, ...]]:
-        for peer, x in sends:
+        for peer, _ in (*sends, *receives):
             check_peer(peer, self.size)
-            check_plain(x)
-        for peer, x in receives:
-            check_peer(peer, self.size)
-            check_writable(x)
-        own_sends, own_receives = ([x for peer, x in some if peer == self.rank] for some in (sends, receives))
-        copy_own_messages(self.rank, own_sends, own_receives)
-        sources = [(peer, self._source(x)) for peer, x in sends if peer != self.rank]
-        places = [(peer, self._place_for(x)) for peer, x in receives if peer != self.rank]
-        request = self._start_send_recv(sources, [(peer, place.buffer) for peer, place in places])
-
-        def deliver() -> tuple[Tensor, ...]:
-            for _, place in places:
-                place.deliver()
-            return tuple(x for _, x in receives)
-
-        return Operation("send_recv", self, request, deliver, (sources, places))
+        sources = [(peer, self._source(x)) for peer, x in sends]
+        places = [(peer, self._place_for(x)) for peer, x in receives]
+        own_sources = [source for peer, source in sources if peer == self.rank]
+        own_buffers = [place.buffer for peer, place in places if peer == self.rank]
+        if [(x.dtype, x.numel()) for x in own_sources] != [(x.dtype, x.numel()) for x in own_buffers]:
+            raise InvalidTensorError(
+                f"rank {self.rank} sends itself {[x.numel() for x in own_sources]} elements and receives "
+                f"{[x.numel() for x in own_buffers]}: messages to oneself must match in number, dtype and size."
+            )
+        for source, buffer in zip(own_sources, own_buffers, strict=True):
+            buffer.copy_(source)
+        request = self._start_send_recv(
+            [(peer, source) for peer, source in sources if peer != self.rank],
+            [(peer, place.buffer) for peer, place in places if peer != self.rank],
+        )
+        return Operation(
+            "send_recv", self, request, lambda: tuple(place.deliver() for _, place in places), (sources, places)
+        )
 
     def barrier(self) -> Operation[None]:
         return Operation("barrier", self, self._start_barrier(), lambda: None)
@@ -133,27 +138,6 @@ class BufferTransport(ABC):
     @abstractmethod
     def _reaches(self, x: Tensor, *, summed: bool) -> bool:
         """Return whether the backend may be handed the memory of ``x`` itself, to be added or only moved."""
-
-    @abstractmethod
-    def _start_all_gather(self, source: Tensor, buffer: Tensor, /) -> Request: ...
-
-    @abstractmethod
-    def _start_all_gatherv(self, source: Tensor, buffer: Tensor, counts: Sequence[int], /) -> Request: ...
-
-    @abstractmethod
-    def _start_all_reduce(self, buffer: Tensor, /) -> Request: ...
-
-    @abstractmethod
-    def _start_reduce_scatter(self, source: Tensor, buffer: Tensor, /) -> Request: ...
-
-    @abstractmethod
-    def _start_broadcast(self, buffer: Tensor, root: int, /) -> Request: ...
-
-    @abstractmethod
-    def _start_send_recv(self, sources: Messages, buffers: Messages, /) -> Request: ...
-
-    @abstractmethod
-    def _start_barrier(self) -> Request: ...
 
     def _check_open(self) -> None:
         if self._closed:
@@ -219,18 +203,12 @@ class LoopbackTransport(BufferTransport):
 
 
 class PerDeviceTransport:
-    """Host tensors over ``host``, an accelerator's over ``device``; both join the same ranks in the same order.
-
-    This is ``auto`` on a machine with GPUs.
-    """
+    """Host tensors over ``host``, an accelerator's over ``device``, on the same ranks: ``auto`` with GPUs."""
 
     def __init__(self, host: Transport, device: Transport) -> None:
         self.name = f"{host.name} for host tensors, {device.name} for device tensors"
-        self.rank = host.rank
-        self.size = host.size
-        self.timeout_s = host.timeout_s
-        self._host = host
-        self._device = device
+        self.rank, self.size, self.timeout_s = host.rank, host.size, host.timeout_s
+        self._host, self._device = host, device
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Handle[Tensor]:
         return self._for(x).all_gather(x, out)
@@ -269,11 +247,9 @@ def check_plain(x: Tensor) -> None:
         raise InvalidTensorError(
             f"a {type(x).__name__} is not one piece of memory to send. Pass a plain tensor: x.to_local() of a DTensor."
         )
-    if x.layout is not torch.strided or not is_supported(x.device):
-        raise InvalidTensorError(
-            f"a tensor of layout {x.layout} on {x.device} has no plain memory to send. Pass x.to_dense(), or move it "
-            f"to {supported_names()}."
-        )
+    if x.layout is not torch.strided or x.device.type not in KINDS:
+        advice = f"pass x.to_dense(), or move it to {' or '.join(KINDS)}."
+        raise InvalidTensorError(f"a tensor of layout {x.layout} on {x.device} has no plain memory to send: {advice}")
 
 
 def check_writable(x: Tensor) -> None:
@@ -291,25 +267,12 @@ def check_writable(x: Tensor) -> None:
 def check_reducible(x: Tensor) -> None:
     if x.dtype not in REDUCIBLE:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
-        raise InvalidTensorError(
-            f"{x.dtype} cannot be summed on every transport. Convert the tensor to one of {names}."
-        )
+        raise InvalidTensorError(f"{x.dtype} cannot be summed on every transport: convert it to one of {names}.")
 
 
 def check_peer(peer: int, size: int) -> None:
     if not 0 <= peer < size:
         raise InvalidTensorError(f"peer {peer} is not in this group: its {size} ranks are 0 to {size - 1}.")
-
-
-def copy_own_messages(rank: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-    """Deliver what ``rank`` sends itself; raise unless it receives just that."""
-    if [(x.dtype, x.numel()) for x in sent] != [(x.dtype, x.numel()) for x in received]:
-        raise InvalidTensorError(
-            f"rank {rank} sends itself {[list(x.shape) for x in sent]} and receives "
-            f"{[list(x.shape) for x in received]}: messages to oneself must match in number, dtype and size."
-        )
-    for source, target in zip(sent, received, strict=True):
-        target.detach().copy_(source.detach().reshape(target.shape))
 
 
 def checked_output(verb: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:

@@ -101,8 +101,7 @@ class TorchRequest:
     """Work of a process group. For NCCL, waiting orders the current stream after it and does not block the host."""
 
     def __init__(self, works: list[dist.Work], transport: TorchTransport) -> None:
-        self._works = works
-        self._transport = transport
+        self._works, self._transport = works, transport
 
     def wait(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -121,15 +120,11 @@ class TorchRequest:
 
 def translated(error: RuntimeError, transport: TorchTransport) -> Exception:
     """Return the error of this library for one of torch, which has one type of exception: only its text differs."""
-    words = first_line(str(error))
+    first_line = next(iter(str(error).strip().splitlines()), "no reason given")
+    # Without the source file it came from and torch's general advice.
+    words = re.sub(r"^\[\S+\] ", "", first_line).split(". This is typically")[0]
     if "timed out" in words.lower() or "timeout" in words.lower():
         return Expired(words)
     if any(sign in words.lower() for sign in ("connection", "broken pipe", "peer")):
         return PeerLostError(f"{transport}: a peer is gone ({words}). The first rank that failed says why.")
     return TransportError(f"{transport} failed: {words}")
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a backend's message, without the source file it came from and its general advice."""
-    first = next(iter(text.strip().splitlines()), "no reason given")
-    return re.sub(r"^\[\S+\] ", "", first).split(". This is typically")[0]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import flexcomm
 from flexcomm import InvalidArgumentError, TensorSpec, World, demo
-from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
+from flexcomm.codec import Decoder, Encoder, plan_buffer
 from flexcomm.kernels import StateUpdate, choose_kernels
 from flexdemo.predict.calibration import Calibration, CodecTiming, Compute, fit_compressions, write_calibration
 from flexdemo.runtime import Compression, LinkTable
@@ -152,18 +152,21 @@ def _time_codec(world: World, x: Tensor, k: int) -> CodecTiming:
     kernels, out = choose_kernels(x.device), torch.empty_like(x)
     state = torch.zeros(plan.plans[0].state_shape, device=x.device)
     update = StateUpdate(decay=0.999)
-    buffer = torch.zeros(plan.nbytes, dtype=torch.uint8, device=x.device)
+    encoder = Encoder(plan, torch.zeros(plan.nbytes, dtype=torch.uint8, device=x.device), kernels)
 
     def encode() -> None:
-        encode_bucket_(plan, [x], buffer, step=0, sequence=0, kernels=kernels, states=[state], update=update)
+        encoder.encode_([x], [state], [state], update, step=0, sequence=0)
 
     def prepare_decode(payloads: int) -> Callable[[], None]:
         # Copies of one payload take as long to decode as different ones.
-        gathered = buffer.repeat(payloads)
-        regions = regions_of([f"node {node}" for node in range(payloads)], [plan.nbytes] * payloads)
-        return lambda: decode_bucket_(
-            plan, gathered, regions, [out], step=0, sequence=0, kernels=kernels, average="contributors"
-        )
+        senders = [f"node {node}" for node in range(payloads)]
+        decoder = Decoder(plan, encoder.buffer.repeat(payloads), senders, kernels)
+
+        def decode() -> None:
+            decoder.verify(step=0, sequence=0)
+            decoder.decode_([out], step=0, average="contributors")
+
+        return decode
 
     encode_s = _time_slowest(encode, world, _CODEC_REPEATS)
     decode_s = {payloads: _time_slowest(prepare_decode(payloads), world, _CODEC_REPEATS) for payloads in _PAYLOADS}

@@ -6,6 +6,7 @@ import hashlib
 import random
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,9 @@ def observe(world: World, observed: Callable[[Transport], ObservedTransport]) ->
 
     intra: Any = groups["intra"]
     inter: Any = groups["inter"]
-    return Observed(replace(world, intra=intra, inter=inter, _clones=(clone_both, newest), _closers=[]), groups)
+    return Observed(
+        replace(world, intra=intra, inter=inter, _clones=(clone_both, newest), _closers=ExitStack()), groups
+    )
 
 
 def digest_of(lines: list[str]) -> Tensor:

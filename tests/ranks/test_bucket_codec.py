@@ -99,12 +99,12 @@ class PowerSgdCodec(flexcomm.BucketCodec):
     def sum(self, ctx: BucketContext, leg: str, parts: list[Tensor]) -> Steps[list[Tensor]]:
         """Average matrices over nodes, with the digest of what all must have in common."""
         buffer = torch.cat([digest_bits(ctx), *(part.reshape(-1) for part in parts)])
-        moved = 2 * buffer.nbytes * (ctx.nodes - 1) // ctx.nodes
+        moved = 2 * buffer.nbytes * (ctx.plan.nodes - 1) // ctx.plan.nodes
         ctx.record.payload_bytes += buffer.nbytes
         yield Collective(leg, methodcaller("all_reduce", buffer), moved, moved)  # type: ignore[arg-type]
-        if not torch.equal(buffer[:64], digest_bits(ctx) * ctx.nodes):
+        if not torch.equal(buffer[:64], digest_bits(ctx) * ctx.plan.nodes):
             raise ConfigMismatchError("nodes disagree on step, tensors or rank.")
-        means = (buffer[64:] / ctx.nodes).split([part.numel() for part in parts])
+        means = (buffer[64:] / ctx.plan.nodes).split([part.numel() for part in parts])
         return [mean.view_as(part) for mean, part in zip(means, parts, strict=True)]
 
 
@@ -113,7 +113,7 @@ class Averages:
     averages: list[Tensor]
 
     def verify(self, ctx: BucketContext) -> list[str]:
-        return [] if all(bool(x.isfinite().all()) for x in self.averages) else [ctx.senders[ctx.node]]
+        return [] if all(bool(x.isfinite().all()) for x in self.averages) else [ctx.senders[ctx.plan.node]]
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         del ctx

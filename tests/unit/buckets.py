@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
+from flexcomm.codec import Decoder, Encoder, plan_buffer
 from flexcomm.codec.coders import to_words
 from flexcomm.compress import TensorSpec
+from flexcomm.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,10 +55,11 @@ def gather(
     plan = plan_buffer(specs_of(nodes[0]), compressor)
     buffers = []
     for node, tensors in enumerate(nodes):
-        buffer = torch.empty(plan.nbytes, dtype=torch.uint8)
+        encoder = Encoder(plan, torch.empty(plan.nbytes, dtype=torch.uint8), kernels)
         held = None if states is None else states[node]
-        used = encode_bucket_(plan, tensors, buffer, step=step, sequence=SEQUENCE, kernels=kernels, states=held)
-        buffers.append(buffer[:used])
+        if problem := encoder.encode_(tensors, held, held, step=step, sequence=SEQUENCE):
+            raise NonFiniteError(problem)
+        buffers.append(encoder.buffer[: encoder.nbytes])
     return Gathered(plan, torch.cat(buffers), [buffer.numel() for buffer in buffers])
 
 
@@ -68,16 +70,10 @@ def blank_states(plan: BufferPlan) -> list[Tensor]:
 def open_(
     gathered: Gathered, outs: Sequence[Tensor], kernels: Kernels, average: Average = "nodes", step: int = STEP
 ) -> None:
-    decode_bucket_(
-        gathered.plan,
-        gathered.buffer,
-        regions_of(gathered.senders, gathered.nbytes),
-        outs,
-        step=step,
-        sequence=SEQUENCE,
-        kernels=kernels,
-        average=average,
-    )
+    decoder = Decoder(gathered.plan, gathered.buffer, gathered.senders, kernels, gathered.nbytes)
+    if nonfinite := decoder.verify(step=step, sequence=SEQUENCE):
+        raise NonFiniteError(f"{', '.join(nonfinite)} had NaN, infinity or too large a magnitude to send.")
+    decoder.decode_(outs, step=step, average=average)
 
 
 def opened(gathered: Gathered, kernels: Kernels, average: Average = "nodes", step: int = STEP) -> list[Tensor]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
+from flexcomm.codec import Decoder, Encoder, plan_buffer
 from flexcomm.compress import TensorSpec, demo, top_k
 from flexcomm.kernels import Kernels, ReferenceKernels, StateUpdate, TensorPlan
 from flexcomm.kernels.cpu import CpuKernels
@@ -34,28 +34,12 @@ class OurDemo:
     def step(self, gradients: list[torch.Tensor], number: int) -> torch.Tensor:
         gathered = torch.empty(NODES, self.bucket.nbytes, dtype=torch.uint8)
         for state, gradient, buffer in zip(self.states, gradients, gathered, strict=True):
-            encode_bucket_(
-                self.bucket,
-                [gradient],
-                buffer,
-                step=number,
-                sequence=0,
-                kernels=self.kernels,
-                states=[state],
-                update=StateUpdate(DECAY, RATE),
-            )
+            encoder = Encoder(self.bucket, buffer, self.kernels)
+            assert not encoder.encode_([gradient], [state], [state], StateUpdate(DECAY, RATE), step=number, sequence=0)
         update = torch.empty(self.shape)
-        regions = regions_of([f"node {node}" for node in range(NODES)], [self.bucket.nbytes] * NODES)
-        decode_bucket_(
-            self.bucket,
-            gathered.view(-1),
-            regions,
-            [update],
-            step=number,
-            sequence=0,
-            kernels=self.kernels,
-            average="contributors",
-        )
+        decoder = Decoder(self.bucket, gathered, [f"node {node}" for node in range(NODES)], self.kernels)
+        assert decoder.verify(step=number, sequence=0) == []
+        decoder.decode_([update], step=number, average="contributors")
         return update
 
 

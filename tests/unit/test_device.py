@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
+import flexcomm
 from flexcomm import device
 from flexcomm.bootstrap.groups import TransportName
 from flexcomm.kernels import choose_kernels
@@ -16,8 +17,7 @@ HOST = torch.device("cpu")
 
 def test_the_host_has_a_row_and_needs_no_streams() -> None:
     assert device.KINDS["cpu"] is device.HOST
-    assert device.is_supported(HOST)
-    assert not device.is_supported(torch.device("meta"))
+    assert "meta" not in device.KINDS
     assert device.make_stream(HOST) is device.record_event(HOST) is None
     device.synchronize_stream(HOST)
     device.wait_stream(HOST, None)
@@ -36,8 +36,9 @@ def test_a_kind_of_device_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a new row alone changes: its tensors are taken, travel over its backend, and find their kernels."""
     row = device.DeviceKind("xpu", kernels="staged", backend="xccl", has_streams=True, has_pinned_memory=True)
     monkeypatch.setitem(device.KINDS, "xpu", row)
-    assert device.is_supported(torch.device("xpu"))
-    assert device.supported_names() == "cpu or cuda or xpu"
+    refused = pytest.raises(flexcomm.InvalidTensorError, match="dense tensors on cpu or cuda or xpu")
+    with flexcomm.connect() as world, refused:
+        flexcomm.hierarchical_sync(torch.zeros(3, device="meta"), flexcomm.dense(), world=world)
     assert (device.backend_for("xpu"), device.find_native("xccl")) == ("xccl", row)
     assert choose_kernels(torch.device("xpu")).name == "staged"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexcomm import Pipeline, TensorSpec, demo, random_k, sign, striding, threshold, top_k
-from flexcomm.codec import decode_bucket_, encode_bucket_, plan_buffer, regions_of
+from flexcomm.codec import Decoder, Encoder, plan_buffer
 from flexcomm.compress import Dct, Everything, Identity, TopK
 from flexcomm.kernels import Selection, TensorPlan, ValueCode, choose_kernels
 
@@ -42,9 +42,9 @@ def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) 
     """Return the coefficients ``[chunks, n]`` of a buffer that holds one tensor."""
     bits, n, values = Bits(buffer), plan.chunk_numel, plan.values.name.lower()
     counts = [plan.k] * plan.chunks
-    if plan.is_variable:
+    if plan.variable_count:
         counts = [bits.take(n.bit_length()) for _ in range(plan.chunks)]
-    sized_for = plan.k if plan.is_variable and not plan.variable_length else sum(counts)
+    sized_for = plan.k if plan.variable_count and not plan.variable_length else sum(counts)
     bits.begin_section()
     section = bits.position
     indices = list(read_indices(bits, plan, counts, sized_for, step, name))
@@ -62,7 +62,7 @@ def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) 
 def shortest_code(plan: TensorPlan, entries: int) -> tuple[int, str, int]:
     """Return the length of the index section in bits, the code and its low bits."""
     n, chunks = plan.chunk_numel, plan.chunks
-    if plan.selection not in (Selection.TOP_K, Selection.THRESHOLD) or (not plan.is_variable and plan.k == n):
+    if plan.selection not in (Selection.TOP_K, Selection.THRESHOLD) or (not plan.variable_count and plan.k == n):
         return 0, "none", 0
     w = max(1, (n - 1).bit_length())
     fano = [(entries * (low + 1) + chunks * ((n - 1) >> low), "elias-fano", low) for low in range(w)]
@@ -176,8 +176,12 @@ def test_a_decoder_written_from_the_page_reads_what_we_send(compressor: Pipeline
     plan = plan_buffer((TensorSpec("layer.weight", shape, torch.float32),), compressor)
     buffer, out = torch.zeros(plan.nbytes, dtype=torch.uint8), torch.empty_like(x)
     kernels = choose_kernels(x.device)
-    nbytes = encode_bucket_(plan, [x], buffer, step=7, sequence=0, kernels=kernels)
-    decode_bucket_(plan, buffer[:nbytes], regions_of(["a"], [nbytes]), [out], step=7, sequence=0, kernels=kernels)
+    encoder = Encoder(plan, buffer, kernels)
+    assert encoder.encode_([x], step=7, sequence=0) == ""
+    nbytes = encoder.nbytes
+    decoder = Decoder(plan, buffer[:nbytes], ["a"], kernels, [nbytes])
+    assert decoder.verify(step=7, sequence=0) == []
+    decoder.decode_([out], step=7, average="nodes")
     coefficients = decode_as_documented(bytes(buffer[:nbytes].tolist()), plan.plans[0], 7, "layer.weight")
     restored = torch.from_numpy(restore(coefficients, plan.plans[0])).reshape(shape)
     # Transforms round differently: a few units in the last of 24 bits, of sums of up to 256 numbers below 4.

@@ -47,7 +47,7 @@ def test_a_value_codes_row_agrees_with_itself(code: ValueCode) -> None:
 def test_a_selections_row_agrees_with_itself(selection: Selection) -> None:
     rule = selection.rule
     assert rule.sample_key is None or not rule.sends_indices
-    assert not rule.is_variable or (rule.sends_indices and not rule.has_independent_chunks)
+    assert not rule.variable_count or (rule.sends_indices and not rule.has_independent_chunks)
 
 
 def test_the_reference_has_every_selection_and_every_value_code() -> None:

@@ -479,7 +479,7 @@ def test_buckets_are_of_every_kind() -> None:
     plans = [one for name in BUCKETS for one in make_victim(name).gathered.plan.plans if one.chunks]
     assert {plan_layout(one, one.entries).code for one in plans} == set(IndexCode)
     assert {one.values for one in plans} == set(ValueCode)
-    assert {(one.is_variable, one.variable_length) for one in plans} == {(False, False), (True, False), (True, True)}
+    assert {(one.variable_count, one.variable_length) for one in plans} == {(False, False), (True, False), (True, True)}
 
 
 def test_what_is_not_damaged_is_decoded() -> None:

@@ -35,7 +35,7 @@ def write_header(words: FullWords, header: FullWords) -> None:
 
 
 @kept
-def check_headers(words: FullWords, regions: Longs, expected: FullWords, is_variable: Int) -> Int:
+def check_headers(words: FullWords, regions: Longs, expected: FullWords, variable_count: Int) -> Int:
     """Return 2 * (1 + the first sender whose header is not as expected), or 1 + that for the first with a flag, or 0.
 
     ``regions`` holds where each sender's buffer begins and its length; the expected header's length is not filled in.
@@ -49,7 +49,7 @@ def check_headers(words: FullWords, regions: Longs, expected: FullWords, is_vari
             if i == _FLAGS_WORD and flags == NONFINITE:
                 word |= np.uint32(NONFINITE << _FLAGS_SHIFT)
             elif i in (_ENTRIES_WORD, _ENTRIES_WORD + 1):
-                word = np.uint32(0) if flags == NONFINITE else own[i] if is_variable else word
+                word = np.uint32(0) if flags == NONFINITE else own[i] if variable_count else word
             elif i in (_LENGTH_WORD, _LENGTH_WORD + 1):
                 word = np.uint32((4 * own.size - HEADER_NBYTES) >> (32 * (i - _LENGTH_WORD)))
             elif i == CHECKSUM_WORD:

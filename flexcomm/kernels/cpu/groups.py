@@ -63,7 +63,7 @@ class Group:
     gain: float = float("nan")
 
     def __post_init__(self) -> None:
-        self.is_variable, self.values = self.plans[0].is_variable, self.plans[0].values
+        self.variable_count, self.values = self.plans[0].variable_count, self.plans[0].values
         self.numel = sum(plan.chunks * plan.chunk_numel for plan in self.plans)
 
     def tensor_blocks(self) -> NDArray[np.int64]:
@@ -99,7 +99,7 @@ def plan_groups(plan: BufferPlan, shown_as: BufferPlan, *, is_inverse: bool) -> 
     for number, (one, layout) in enumerate(zip(shown_as.plans, plan.layouts, strict=True)):
         check_implemented("cpu", one, SELECTIONS, CODES)
         alike = (_find_loops(one), one.sends_everything, one.selection, layout.code is IndexCode.NONE, one.values)
-        numbers.setdefault((number,) if one.is_variable else alike, []).append(number)
+        numbers.setdefault((number,) if one.variable_count else alike, []).append(number)
     return [_make_group(plan, shown_as, own, is_inverse) for own in numbers.values()]
 
 

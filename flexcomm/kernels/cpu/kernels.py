@@ -141,10 +141,10 @@ class CpuEncoder:
         problems: Problems = []
         encoded: list[Encoded] = []
         try:
-            if plan.is_variable:
+            if plan.variable_count:
                 entries, nwords = self._encode_variable_(problems, encoded)
             for group, loops in zip(self._groups, self._loops, strict=True):
-                if not group.is_variable:
+                if not group.variable_count:
                     for found, done in run(group, self._threads, partial(self._run, group, loops)):
                         problems += found
                         encoded += done
@@ -197,7 +197,7 @@ class CpuEncoder:
         """Run loops on some blocks of a group; return what is wrong with them, and what was done to their states."""
         scratch = _scratch.get(group.sizes)
         job, blocks = scratch.start(self._job), group.blocks[begin:end]
-        if group.is_variable:
+        if group.variable_count:
             self._use_counts(group, job)
         status = int(t.run_loops(group.table, blocks, job, loops))
         if status == 0:
@@ -235,7 +235,7 @@ class CpuEncoder:
         Returns how many entries there are in all, and how long the buffer is.
         """
         rows = {number: row for group in self._groups for number, row in zip(group.numbers, group.table, strict=True)}
-        variable = [group for group in self._groups if group.is_variable]
+        variable = [group for group in self._groups if group.variable_count]
         # Where there are no states, coefficients need memory until they are sent.
         held = {
             group.numbers[0]: np.empty(group.numel, np.float32) for group in variable if not group.table[0, t.STATE]
@@ -251,7 +251,7 @@ class CpuEncoder:
             self._before[group.numbers[0]] = self._find_counts(group)
         position, entries = HEADER_NWORDS, 0
         for number, (plan, layout) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):
-            sent = int(self._before[number][-1]) if plan.is_variable else plan.entries
+            sent = int(self._before[number][-1]) if plan.variable_count else plan.entries
             used = plan_layout(plan, sent) if plan.variable_length else layout
             place(rows[number], used, position)
             position, entries = position + used.nwords, entries + sent
@@ -355,11 +355,11 @@ class CpuDecoder:
         plan = self._plan
         expected = Header(plan.digest, step, sequence, max(plan.entries, 0))
         header = np.frombuffer(expected.pack(0), np.uint32)
-        found = int(checks.check_headers(self._words, self._regions, header, int(plan.is_variable)))
+        found = int(checks.check_headers(self._words, self._regions, header, int(plan.variable_count)))
         if found:
             return Status(Problem.NONFINITE if found % 2 else Problem.HEADER, found // 2 - 1).word
         for sender in range(len(self._regions)):
-            problem = self._find_payloads(sender) if plan.is_variable else Status()
+            problem = self._find_payloads(sender) if plan.variable_count else Status()
             if problem.word:
                 return problem.word
             problems = [problem for received in self._received for problem in received.check(sender)]
@@ -389,7 +389,7 @@ class CpuDecoder:
         places = {number: one for one in self._received for number in one.group.numbers}
         for number, (plan, full) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):
             sent, layout = plan.entries, full
-            if plan.is_variable:
+            if plan.variable_count:
                 least = plan_layout(plan, 0) if plan.variable_length else full
                 if position + least.nwords > nwords:
                     return Status(Problem.LENGTH, sender, number)
@@ -401,7 +401,7 @@ class CpuDecoder:
                 np.cumsum(counts, out=places[number].before[sender, 1:])
                 layout = plan_layout(plan, sent) if plan.variable_length else full
             if position + layout.nwords > nwords:
-                return Status(Problem.LENGTH, sender, number if plan.is_variable else 0)
+                return Status(Problem.LENGTH, sender, number if plan.variable_count else 0)
             places[number].place(sender, number, layout, position)
             position, entries = position + layout.nwords, entries + sent
         if aligned(position) != nwords:
@@ -419,16 +419,16 @@ class _Received:
 
     def __init__(self, group: Group, starts: Numbers, job: Numbers, summed: int, *, places_vary: bool) -> None:
         self.group, self._starts, self._job, self._places_vary = group, starts, job, places_vary
-        is_variable, senders = group.is_variable, len(starts)
-        self._is_shared = not group.sends_indices and not is_variable
+        variable_count, senders = group.variable_count, len(starts)
+        self._is_shared = not group.sends_indices and not variable_count
         self._tables = np.repeat(group.table[None], senders if places_vary else 1, axis=0)
         entries = sum(plan.entries for plan in group.plans)
         self._picks = np.zeros((senders, 0 if self._is_shared else entries), np.int32)
-        self.before = np.zeros((senders if is_variable else 0, group.plans[0].chunks + 1), np.int64)
+        self.before = np.zeros((senders if variable_count else 0, group.plans[0].chunks + 1), np.int64)
         self._tensor_blocks = group.tensor_blocks()
         job[[t.SENDERS, t.STARTS, t.DIVISOR]] = senders, starts.ctypes.data, senders * summed
         job[[t.PICKS, t.PICK_PITCH, t.IS_BLOCK]] = self._picks.ctypes.data, self._picks.shape[1], 0
-        if is_variable:
+        if variable_count:
             job[[t.BEFORE, t.BEFORE_PITCH]] = self.before.ctypes.data, self.before.shape[1]
         job[t.ROW_PITCH] = group.table.size if places_vary else 0
         self._is_drawn = self._is_shared and group.selection in selection.PICKERS
