@@ -112,9 +112,9 @@ class Layout:
         return int(self.code), self.low_bits, self.entry_bits, self.chunk_bits
 
 
-def plan_layout(plan: TensorPlan, entries: int) -> Layout:
-    """Return where the sections of a payload with so many entries are."""
-    code, low_bits, entry_bits, chunk_bits = _choose_index_code(plan, entries)
+def plan_layout(plan: TensorPlan, entries: int, code: IndexCode | None = None) -> Layout:
+    """Return where the sections of a payload with so many entries are; with the shortest index code, or a given one."""
+    code, low_bits, entry_bits, chunk_bits = _choose_index_code(plan, entries, code)
     indices = _words(plan.chunks * plan.chunk_numel.bit_length() if plan.variable_count else 0)
     scales = indices + _words(entries * entry_bits + plan.chunks * chunk_bits)
     values = scales + _words(plan.chunks * plan.values.format.scales * _SCALE_BITS)
@@ -122,7 +122,7 @@ def plan_layout(plan: TensorPlan, entries: int) -> Layout:
     return Layout(code, low_bits, entry_bits, chunk_bits, indices, scales, values, nwords)
 
 
-def _choose_index_code(plan: TensorPlan, entries: int) -> tuple[IndexCode, int, int, int]:
+def _choose_index_code(plan: TensorPlan, entries: int, code: IndexCode | None) -> tuple[IndexCode, int, int, int]:
     """Return the shortest code for the indices; every one is as long for any indices, given how many there are."""
     length = plan.chunk_numel
     if not plan.sends_indices:
@@ -133,7 +133,8 @@ def _choose_index_code(plan: TensorPlan, entries: int) -> tuple[IndexCode, int, 
         *((IndexCode.ELIAS_FANO, low, low + 1, (length - 1) >> low) for low in range(width)),
         (IndexCode.BITMAP, 0, 0, length),
     ]
-    return min(codings, key=lambda coding: entries * coding[2] + plan.chunks * coding[3])
+    allowed = (coding for coding in codings if code in (None, coding[0]))
+    return min(allowed, key=lambda coding: entries * coding[2] + plan.chunks * coding[3])
 
 
 def _words(bits: int) -> int:

@@ -1,7 +1,6 @@
 """What laws are tried on: plans, inputs and memory, always drawn alike, and buffers as a kernel set fills them.
 
-[Note: coefficients] The coefficient domain is seen through a kernel set's own calls: what a plan sends, decoded by a
-plan that transforms nothing.
+Coefficients are seen through a kernel set's own calls: what a plan sends, decoded by a plan that transforms nothing.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from random import Random
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from flexcomm.kernels import (
     BufferPlan,
     IndexCode,
     Kernels,
-    Layout,
     Region,
     Selection,
     StateUpdate,
@@ -38,8 +36,7 @@ STATES = ("none", "apart", "same")
 SEQUENCE = 7
 PLAIN = StateUpdate()
 _GARBAGE = -0x21524111
-
-Option = TypeVar("Option")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 GEOMETRIES: tuple[tuple[tuple[int, ...], int, int, int, int, bool], ...] = (
     ((), 1, 1, 1, 1, True),
@@ -69,7 +66,7 @@ GEOMETRIES: tuple[tuple[tuple[int, ...], int, int, int, int, bool], ...] = (
 class Case:
     """One encoding of one tensor. ``held``: whether there are states, and whether they are updated in place.
 
-    ``code`` is an index code that need not be the shortest: kernels are told, and do not choose.
+    ``code`` is an index code that need not be the shortest: kernels are told, and do not choose; None: the shortest.
     """
 
     shape: tuple[int, ...]
@@ -80,10 +77,6 @@ class Case:
     held: str
     gaps: bool
     seed: int
-
-    def layout(self) -> Layout:
-        entries = self.plan.entries
-        return plan_layout(self.plan, entries) if self.code is None else layout_with(self.plan, entries, self.code)
 
     def x(self, sender: int = 0) -> Tensor:
         x = numbers(self.kind, self.shape, self.seed + 1000 * sender).to(self.dtype)
@@ -100,7 +93,7 @@ class BucketCase:
     def plan(self) -> BufferPlan:
         specs = tuple(TensorSpec(f"t{number}", case.shape, case.dtype) for number, case in enumerate(self.cases))
         plan = assemble_buffer(specs, tuple(case.plan for case in self.cases))
-        layouts = tuple(case.layout() for case in self.cases)
+        layouts = tuple(plan_layout(case.plan, case.plan.entries, case.code) for case in self.cases)
         nwords = HEADER_NWORDS + sum(layout.nwords for layout in layouts)
         return replace(plan, layouts=layouts, nbytes=WORD_NBYTES * aligned(nwords))
 
@@ -116,19 +109,17 @@ class BucketCase:
         """Return states in memory of their own: what is read, and what will be filled, which holds NaN before."""
         if self.cases[0].held == "none":
             return None
-        old = [
-            numbers("normal", case.plan.state_shape, case.seed + 1000 * sender + 500).to(device) for case in self.cases
-        ]
+        seed = 1000 * sender + 500
+        old = [numbers("normal", case.plan.state_shape, case.seed + seed).to(device) for case in self.cases]
         return old, old if self.cases[0].held == "same" else [torch.full_like(state, torch.nan) for state in old]
 
 
 def sampled_buckets(count: int, seed: int = 0) -> list[BucketCase]:
-    """Return buckets of three cases each, in which every selection meets every value code; the rest is drawn."""
-    random = np.random.default_rng(seed)
+    """Return buckets of three cases each, in which every selection meets every value code; the rest is drawn.
 
-    def draw(options: Sequence[Option]) -> Option:
-        return options[int(random.integers(len(options)))]
-
+    In the last one a payload lies behind another of variable length, so each sender has it at another place.
+    """
+    draw = Random(seed).choice  # noqa: S311  (the same buckets every time)
     pairs = [(selection, values) for selection in Selection for values in ValueCode]
     cases = []
     for number in range(3 * count):
@@ -143,36 +134,15 @@ def sampled_buckets(count: int, seed: int = 0) -> list[BucketCase]:
         else:
             share = 1 if selection is Selection.EVERYTHING else draw((1, 2, 7, 100))
             plan = replace(whole, selection=selection, k=max(1, whole.k // share))
-        sends_indices = plan_layout(plan, plan.entries).code is not IndexCode.NONE
-        code = draw((None, *list(IndexCode)[1:])) if sends_indices and not plan.variable_length else None
-        cases.append(
-            Case(shape, plan, code, draw(DTYPES), draw(KINDS), draw(STATES), draw((True, False, False)), number)
-        )
-    return [BucketCase(tuple(cases[begin : begin + 3])) for begin in range(0, len(cases), 3)]
-
-
-def layout_with(plan: TensorPlan, entries: int, code: IndexCode) -> Layout:
-    """Return a layout with an index code that may not be the shortest: kernels are told, and do not choose."""
-    width = max(1, (plan.chunk_numel - 1).bit_length())
-    low = width // 2 if code is IndexCode.ELIAS_FANO else 0
-    entry_bits, chunk_bits = {
-        IndexCode.PACKED: (width, 0),
-        IndexCode.ELIAS_FANO: (low + 1, (plan.chunk_numel - 1) >> low),
-        IndexCode.BITMAP: (0, plan.chunk_numel),
-    }[code]
-    shortest = plan_layout(plan, entries)
-    index_words = -(-(entries * entry_bits + plan.chunks * chunk_bits) // 32)
-    longer = shortest.indices + index_words - shortest.scales
-    return replace(
-        shortest,
-        code=code,
-        low_bits=low,
-        entry_bits=entry_bits,
-        chunk_bits=chunk_bits,
-        scales=shortest.scales + longer,
-        values=shortest.values + longer,
-        nwords=shortest.nwords + longer,
-    )
+        is_told = plan.sends_indices and not plan.variable_length
+        code = draw((None, IndexCode.PACKED, IndexCode.ELIAS_FANO, IndexCode.BITMAP)) if is_told else None
+        inputs = draw(DTYPES), draw(KINDS), draw(STATES), draw((True, False, False))
+        cases.append(Case(shape, plan, code, *inputs, number))
+    drawn = [BucketCase(tuple(cases[begin : begin + 3])) for begin in range(0, len(cases), 3)]
+    variable = TensorPlan(1, 90, 1, 30, False, Selection.THRESHOLD, 90, ValueCode.FP32, tau=1.0, variable_length=True)
+    fixed = TensorPlan(1, 8, 1, 8, False, Selection.TOP_K, 3, ValueCode.FP32)
+    behind = (Case((plan.cols,), plan, None, torch.float32, "normal", "none", False, 0) for plan in (variable, fixed))
+    return [*drawn, BucketCase(tuple(behind))]
 
 
 def numbers(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -205,10 +175,6 @@ class Sent(NamedTuple):
     plan: BufferPlan
     step: int
     status: Status
-
-    @property
-    def is_sound(self) -> bool:
-        return self.status == Status()
 
 
 def plan_single(plan: TensorPlan, name: str = "x") -> BufferPlan:
@@ -250,8 +216,8 @@ def encode_bucket(
     status = Status.of(int(encoder.encode_(tensors, before, after, update, step=step, sequence=SEQUENCE)))
     nwords = plan.nwords
     if plan.variable_length:
-        header = Header.unpack(words[:16].cpu().numpy().tobytes())
-        nwords = 16 + header.payload_nbytes // WORD_NBYTES
+        header = Header.unpack(words[:HEADER_NWORDS].cpu().numpy().tobytes())
+        nwords = HEADER_NWORDS + header.payload_nbytes // WORD_NBYTES
     return Sent(words[:nwords], plan, step, status)
 
 
@@ -260,9 +226,8 @@ def decode(kernels: Kernels, sent: Sent, decoded_as: TensorPlan, out: Tensor) ->
     region = Region("sender", 0, sent.words.numel())
     plan = plan_single(decoded_as, sent.plan.specs[0].name)
     decoder = kernels.decoder(sent.plan, sent.words, [region], plan)
-    word = int(decoder.verify(step=sent.step, sequence=SEQUENCE))
-    if word:
-        raise AssertionError(f"{kernels.name} kernels: their own buffer is refused: {Status.of(word)}")
+    status = Status.of(int(decoder.verify(step=sent.step, sequence=SEQUENCE)))
+    require(kernels, status == Status(), f"a set's own buffer is sound: {status}")
     decoder.decode_([out], step=sent.step, average="nodes")
 
 
@@ -300,3 +265,22 @@ def _flat(plan: TensorPlan) -> TensorPlan:
     """Return the plan of a tensor whose elements are what the plan's coefficients are."""
     chunks, length = plan.state_shape
     return replace(plan, rows=1, cols=chunks * length, chunk_rows=1, chunk_cols=length, transformed=False)
+
+
+def require(subject: Any, condition: bool, law: str) -> None:  # a compressor, a kernel set or a transport
+    """Raise ``AssertionError`` naming the law and what broke it, unless the condition holds."""
+    if condition:
+        return
+    name = str(subject)
+    if hasattr(subject, "encoder"):
+        name = f"{subject.name} kernels"
+    elif hasattr(subject, "send_recv"):
+        name = f"{subject.name}, rank {subject.rank} of {subject.size}"
+    raise AssertionError(f"{name}: broken law: {law}")
+
+
+def require_equal(subject: Any, got: Tensor, expected: Tensor, law: str) -> None:
+    """Raise unless both are equal in every bit: zeros have signs here."""
+    bits, expected_bits = (x.cpu().contiguous().view(_INTEGERS[x.element_size()]) for x in (got, expected))
+    if not (got.dtype == expected.dtype and torch.equal(bits, expected_bits)):
+        require(subject, False, f"{law}\ngot      {got}\nexpected {expected}")

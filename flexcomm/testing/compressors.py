@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexcomm.codec import Decoder, Encoder, is_dense, plan_buffer
 from flexcomm.compress import Compressor, TensorSpec, dense
-from flexcomm.kernels import Average, Kernels, ReferenceKernels, StateUpdate, TensorPlan, ValueCode, choose_kernels
+from flexcomm.kernels import Average, Kernels, ReferenceKernels, StateUpdate, ValueCode, choose_kernels
 from flexcomm.kernels.layout import ALIGNMENT, HEADER_NBYTES
 from flexcomm.testing.cases import (
     DTYPES,
@@ -21,6 +21,8 @@ from flexcomm.testing.cases import (
     elements_of,
     encode,
     numbers,
+    require,
+    require_equal,
     sent_coefficients,
     with_gaps,
 )
@@ -56,9 +58,8 @@ def check_compressor(compressor: Compressor, kernels: Kernels | None = None, dev
         law(compressor, chosen, device)
 
 
-def it_is_a_value(compressor: Compressor, kernels: Kernels, device: str) -> None:
+def it_is_a_value(compressor: Compressor, kernels: Kernels, device: str) -> None:  # noqa: ARG001
     """Ranks compare the repr of compressors, so an address in it would make equal ones differ."""
-    del kernels, device
     twin = copy.deepcopy(compressor)
     require(compressor, twin == compressor, "equal settings compare equal")
     require(compressor, hash(twin) == hash(compressor), "equal settings hash alike")
@@ -67,8 +68,7 @@ def it_is_a_value(compressor: Compressor, kernels: Kernels, device: str) -> None
     require(compressor, compressor != object(), "it equals nothing else")
 
 
-def a_tensor_is_always_planned_alike(compressor: Compressor, kernels: Kernels, device: str) -> None:
-    del kernels, device
+def a_tensor_is_always_planned_alike(compressor: Compressor, kernels: Kernels, device: str) -> None:  # noqa: ARG001
     twin = copy.deepcopy(compressor)
     for spec in SPECS:
         plan = compressor.plan(spec)
@@ -107,12 +107,11 @@ def payload_and_remainder_make_the_tensor(compressor: Compressor, kernels: Kerne
         require_close(compressor, restored, x.float(), float(allowed), f"{spec}: payload and remainder make the tensor")
 
 
-def nothing_grows(compressor: Compressor, kernels: Kernels, device: str) -> None:
+def nothing_grows(compressor: Compressor, kernels: Kernels, device: str) -> None:  # noqa: ARG001
     """A payload is no longer than the tensor, in the tensor's dtype or the one that ``dense`` was told.
 
     Chunks are equally long, so the last one may hold one spare element for each of the others.
     """
-    del kernels, device
     for spec in (*SPECS, TensorSpec("long", (3, 12347), torch.bfloat16)):
         bucket, asked, native = plan_buffer((spec,), compressor), compressor.plan(spec), dense().plan(spec)
         whole = asked if is_dense(asked) else native
@@ -131,7 +130,9 @@ def every_coefficient_is_sent_in_due_time(compressor: Compressor, kernels: Kerne
         whole = plan.chunks * plan.chunk_numel
         rounds = math.ceil(whole / plan.entries)
         steps = math.ceil(plan.chunk_numel / plan.k) if plan.selection.rule.sample_key else 8 * rounds + 8
-        gains = spread(plan).to(device) * (plan.tau / 2 or 1.0)
+        # Magnitudes from 1 to 2 of either sign, no two alike.
+        order = torch.randperm(whole, generator=torch.Generator().manual_seed(1)).view(plan.state_shape).to(device)
+        gains = (1.0 + order / whole) * (1 - 2 * (order % 2)) * (plan.tau / 2 or 1.0)
         state, reached = torch.zeros_like(gains), torch.zeros_like(gains, dtype=torch.bool)
         for step in range(steps):
             state += gains
@@ -194,7 +195,8 @@ def sending_everything_gives_the_mean(compressor: Compressor, kernels: Kernels, 
         out = exchange(compressor, kernels, (spec,), rows)[0]
         if plan.values is ValueCode.FP32 and not plan.transformed:
             exact = torch.stack([row[0].float() for row in rows]).sum(dim=0) / float(len(NODES))
-            require_equal(compressor, out, exact.to(spec.dtype), f"{spec}: the mean of small whole numbers is exact")
+            # Adding 0 makes all zeros alike, whichever sign they add up to.
+            require_equal(compressor, out + 0.0, exact.to(spec.dtype) + 0.0, f"{spec}: the mean of integers is exact")
         of_own, of_largest = plan.values.format.rounding or 0.0, plan.values.format.chunk_rounding or 0.0
         code = of_own + math.sqrt(plan.chunk_numel) * of_largest
         rounding = code + 2.0**-20 + torch.finfo(spec.dtype).eps
@@ -223,13 +225,6 @@ def _is_rounded(code: ValueCode) -> bool:
 
 def make(spec: TensorSpec, device: str, node: int = 0) -> Tensor:
     return numbers("normal", spec.shape, SPECS.index(spec) + 100 * node).to(device, spec.dtype)
-
-
-def spread(plan: TensorPlan) -> Tensor:
-    """Return coefficients of magnitudes from 1 to 2, no two of a chunk alike."""
-    chunks, length = plan.state_shape
-    order = torch.randperm(chunks * length, generator=torch.Generator().manual_seed(1)).view(chunks, length)
-    return (1.0 + order / (chunks * length)) * (1 - 2 * (order % 2))
 
 
 def exchange(
@@ -262,16 +257,6 @@ def exchange(
     return outs
 
 
-def require(compressor: Compressor, condition: bool, law: str) -> None:
-    if not condition:
-        raise AssertionError(f"{compressor}: broken law: {law}")
-
-
 def require_close(compressor: Compressor, got: Tensor, expected: Tensor, allowed: float, law: str) -> None:
     distance = float((got.double() - expected.double()).norm())
     require(compressor, distance <= allowed, f"{law}, to {allowed:.3g}, but they are {distance:.3g} apart")
-
-
-def require_equal(compressor: Compressor, got: Tensor, expected: Tensor, law: str) -> None:
-    if not torch.equal(got, expected):
-        raise AssertionError(f"{compressor}: broken law: {law}\ngot      {got}\nexpected {expected}")

@@ -82,7 +82,6 @@ ALLOWED = {
     "is_kept_by": "a bound that is kept",
     "joined": "vectors put together",
     "kept": "kernels kept in the cache",
-    "large_gathers_may_be_under_way_together": "not finished",
     "measure_alone": "without communication",
     "several_are_under_way_at_once": "not finished",
     "whole_parameters": "parameters gathered from all shards",

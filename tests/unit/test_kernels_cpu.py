@@ -21,6 +21,7 @@ from flexcomm.kernels import (
     ReferenceKernels,
     Selection,
     StateUpdate,
+    Status,
     TensorPlan,
     ValueCode,
     choose_kernels,
@@ -199,7 +200,7 @@ def test_zeros_travel_as_zeros(code: ValueCode) -> None:
         keep = 16 if choice is Selection.EVERYTHING else 5
         plan = TensorPlan(1, 48, 1, 16, False, choice, keep, code)
         sent = encode(CpuKernels(1), torch.zeros(48), plan, step=1)
-        assert sent.is_sound
+        assert sent.status == Status()
         assert not sent_coefficients(CpuKernels(1), sent).any()
 
 
@@ -299,7 +300,7 @@ def test_a_bucket_of_empty_tensors_holds_nothing() -> None:
     for choice in (Selection.TOP_K, Selection.THRESHOLD):
         plan, out = TensorPlan(1, 0, 1, 64, False, choice, 4, ValueCode.BF16), torch.empty(1, 0)
         sent = encode(CpuKernels(1), torch.empty(1, 0), plan)
-        assert sent.is_sound
+        assert sent.status == Status()
         decode(CpuKernels(1), sent, plan, out)
 
 

@@ -185,7 +185,7 @@ def test_of_equals_the_first_chunks_and_the_lowest_indices_are_sent(make_kernels
     plan = TensorPlan(1, 500, 1, 100, False, Selection.THRESHOLD, 230, Value.FP32, tau=0.1)
     for kernels in (make_kernels(), make_kernels(4, NEXT_TO_NONE_SHARED), REFERENCE):
         left = torch.zeros(plan.state_shape)
-        assert encode(kernels, torch.ones(500), plan, left, left).is_sound
+        assert encode(kernels, torch.ones(500), plan, left, left).status == Status()
         assert left.view(-1).nonzero()[:, 0].tolist() == list(range(230, 500))
 
 
