@@ -4,16 +4,15 @@ torch's distributed checkpoints take tensors of equal name on several ranks for 
 What is a node's own is therefore saved as a tensor ``[nodes, ranks per node, numel]``, of which every rank holds the
 row at its own place.
 
-Residuals are coefficients of chunks, and chunks follow from how a tensor is cut. For other ranks per node, what the
-ranks of a node saved is transformed back into elements, put together, cut anew, and transformed again: exact but for
-rounding.
+Residuals are coefficients of chunks, and chunks follow from how a tensor is cut. For other ranks per node they are
+transformed back into elements, put together, cut anew, and transformed again: exact but for rounding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -48,7 +47,7 @@ from flexcomm import (
     shard_tensor,
 )
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexdemo.gradients import Bucket, BucketExchange
+from flexdemo.gradients import Bucket, GradientSync
 from flexdemo.parameters import Group, local, wrapped_like
 from flexdemo.torch_private import mesh_without_groups
 
@@ -57,6 +56,8 @@ if TYPE_CHECKING:
 
 OtherNodes = Literal["error", "mean", "reset"]
 """For state of another number of nodes: refuse it, give every node the mean of all, or begin at zero."""
+DEFAULT_OTHER_NODES: ContextVar[OtherNodes] = ContextVar("other_nodes", default="error")
+"""That of ``load_state_dict``, which torch calls without arguments."""
 
 _AXES = ("node", "local_rank")
 _RESIDUALS = "handle.residuals."
@@ -102,12 +103,13 @@ def load_checkpoint(
     """
     state = _state_of(model, optimizer, handle)
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    asked = set()
     for holder, key, name in _node_tensors(state):
         found = saved.get(name)
+        asked.add(name)
         if isinstance(found, TensorStorageMetadata) and found.size != holder[key].shape:
             holder[key] = torch.empty(found.size, dtype=holder[key].dtype, device=holder[key].device)
     # torch loads what it is asked for, and no more.
-    asked = {name for _, _, name in _node_tensors(state)}
     left = [name for name in saved if name.startswith(_RESIDUALS) and name not in asked]
     if left:
         raise InvalidArgumentError(
@@ -116,8 +118,11 @@ def load_checkpoint(
         )
     load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
-    with optimizer.from_other_nodes(other_nodes) if isinstance(optimizer, FromOtherNodes) else nullcontext():
+    token = DEFAULT_OTHER_NODES.set(other_nodes)
+    try:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    finally:
+        DEFAULT_OTHER_NODES.reset(token)
     if handle is not None:
         handle.load_state_dict(state["handle"], other_nodes)
 
@@ -136,33 +141,16 @@ def _node_tensors(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Tensor],
     """Return everything with a node axis: what holds it, its key there, and what files call it."""
     for param, kept in state["optimizer"]["state"].items():
         for key, value in list(kept.items()):
-            if isinstance(value, DTensor):
-                has_node_axis = value.device_mesh.mesh_dim_names == _AXES
-            else:
-                # A single process has no mesh.
-                has_node_axis = isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, 1)
-            if has_node_axis:
+            mesh = value.device_mesh if isinstance(value, DTensor) else None
+            # A single process has no mesh.
+            is_single = mesh is None and isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, 1)
+            if is_single or (mesh is not None and mesh.mesh_dim_names == _AXES):
                 yield kept, key, f"optimizer.state.{param}.{key}"
     if "handle" in state:
         handle = state["handle"]
         yield handle, "owner", "handle.owner"
         for param in handle["residuals"]:
             yield handle["residuals"], param, f"{_RESIDUALS}{param}"
-
-
-class FromOtherNodes:
-    """A base of optimizers whose state has a node axis, so that another number of nodes can load it."""
-
-    _other_nodes: OtherNodes = "error"
-
-    @contextmanager
-    def from_other_nodes(self, other_nodes: OtherNodes) -> Iterator[None]:
-        """Return a context that sets the default of ``load_state_dict``, which torch calls without arguments."""
-        before, self._other_nodes = self._other_nodes, other_nodes
-        try:
-            yield
-        finally:
-            self._other_nodes = before
 
 
 class NodeAxis:
@@ -183,9 +171,7 @@ class NodeAxis:
         row = tensor.new_zeros(length)
         row[: tensor.numel()] = tensor.reshape(-1)
         row = row.view(1, 1, length)
-        if self._mesh is None:
-            return row
-        return DTensor.from_local(row, self._mesh, (Shard(0), Shard(1)), run_check=False)
+        return row if self._mesh is None else DTensor.from_local(row, self._mesh, (Shard(0), Shard(1)), run_check=False)
 
     def owner(self) -> Tensor:
         """Return this rank's number with a node axis, saved so that another rank's state is recognised."""
@@ -219,26 +205,23 @@ class NodeAxis:
         numel, here = math.prod(shape), self._topology
         rows = self._rows_of(stacked, name, other_nodes)
         mine: Tensor | None = None
-        if self.is_own(stacked):
-            mine = rows[0]
-        elif len(rows) == here.local_size:
-            mine = rows[here.local_rank]
+        if len(rows) == here.local_size:
+            mine = rows[here.local_rank, :numel]
         elif reshard is not None:
-            resharded = reshard(rows, here.local_size, here.local_rank)
-            mine = resharded.reshape(-1) if tuple(resharded.shape) == shape else None
-        if mine is None or mine.numel() < numel:
+            mine = reshard(rows, here.local_size, here.local_rank)
+        if mine is None or mine.shape not in ((numel,), shape):
             raise InvalidArgumentError(
                 f"the saved {name} has {len(rows)} rows of {rows.shape[1]} elements a node, but this rank needs "
                 f"{numel}, and how to cut them anew cannot be told: parameters, compressor or ranks per node changed. "
                 f"Load with the same, or without the optimizer's state."
             )
-        return mine[:numel].reshape(shape)
+        return mine.reshape(shape)
 
     def _rows_of(self, stacked: Tensor, name: str, other_nodes: OtherNodes) -> Tensor:
-        """Return the rows that were saved for this node: this rank's own, or those of all ranks if they are there."""
+        """Return the rows that were saved for the ranks of this node; this rank's own for all, if no other is here."""
         nodes, ranks, length = stacked.shape
         if self.is_own(stacked):
-            return local(stacked).view(1, length)
+            return local(stacked)[0].expand(self._topology.local_size, length)
         if isinstance(stacked, DTensor):
             raise InvalidArgumentError(
                 f"the saved {name} is of {nodes} x {ranks} ranks, of which only one row is here: load by "
@@ -306,10 +289,10 @@ def check_sizes(saved: list[dict[str, Any]], groups: list[Group]) -> None:
         )
 
 
-class StateEntry(NamedTuple):
-    """The residual of one tensor on this rank; ``length`` is the longest on this node.
+class ResidualShard(NamedTuple):
+    """The residual of one tensor on this rank, which has none without a shard; ``length`` is the longest on this node.
 
-    Without a shard this rank has none. Without ``unsharded`` it cannot be cut anew.
+    Without ``unsharded`` it cannot be cut anew.
     """
 
     residuals: Residuals
@@ -333,34 +316,32 @@ class StateEntry(NamedTuple):
         return axis.taken(saved, self.shape, name, other_nodes, reshard)
 
 
-def load_residuals(taken: Iterable[tuple[StateEntry, Tensor]]) -> None:
+def load_residuals(taken: Iterable[tuple[ResidualShard, Tensor]]) -> None:
     """Load what was taken; if taking raises, nothing has changed."""
     states: dict[Residuals, dict[str, Tensor]] = {}
-    for entry, state in taken:
-        by_name = states.setdefault(entry.residuals, {})
-        if entry.shard is not None:
-            by_name[entry.shard.spec.name] = state
+    for (residuals, _, shard, _, _), state in taken:
+        by_name = states.setdefault(residuals, {})
+        if shard is not None:
+            by_name[shard.spec.name] = state
     for residuals, by_name in states.items():
         residuals.load_state_dict(by_name)
 
 
-def find_entries(
-    bucket: Bucket, exchange: BucketExchange, tensors: Sequence[Tensor], compressor: Compressor
-) -> list[StateEntry]:
-    """Return the entries of a bucket's tensors; none without residuals. All ranks of a node call it together."""
-    residuals = exchange.residuals_of(bucket)
+def residual_shards(bucket: Bucket, sync: GradientSync, compressor: Compressor) -> list[ResidualShard]:
+    """Return those of a bucket's tensors; none without residuals. All ranks of a node call it together."""
+    residuals = sync.residuals_of(bucket)
     if residuals is None:
         return []
-    shards = exchange.shards_of(bucket, list(tensors), compressor)
-    mine = [0 if shard is None else math.prod(shard.plan.state_shape) for shard in shards]
-    found = zip(tensors, bucket.params, bucket.names, shards, longest_on_node(mine, exchange.world), strict=True)
+    shards = sync.shards_of(bucket, compressor)
+    numels = [0 if shard is None else math.prod(shard.plan.state_shape) for shard in shards]
+    found = zip(bucket.params, bucket.specs, shards, longest_on_node(numels, sync.world), strict=True)
     return [
-        StateEntry(residuals, x.device, shard, length, _find_unsharded(param, name, x.dtype, compressor))
-        for x, param, name, shard, length in found
+        ResidualShard(residuals, bucket.device, shard, length, _find_unsharded(param, spec, compressor))
+        for param, spec, shard, length in found
     ]
 
 
-def _find_unsharded(param: Tensor, name: str, dtype: torch.dtype, compressor: Compressor) -> UnshardedTensor | None:
+def _find_unsharded(param: Parameter, spec: TensorSpec, compressor: Compressor) -> UnshardedTensor | None:
     """Return a parameter as it is before it is cut; None if that cannot be known, as of a flat one."""
     dim = None
     if isinstance(param, DTensor):
@@ -368,7 +349,7 @@ def _find_unsharded(param: Tensor, name: str, dtype: torch.dtype, compressor: Co
         if others or not isinstance(placement, Shard):
             return None
         dim = placement.dim
-    spec = TensorSpec(name, tuple(param.shape), dtype)
+    spec = spec._replace(shape=tuple(param.shape))
     return None if isinstance(param, FlatParameter) else UnshardedTensor(spec, compressor, dim)
 
 

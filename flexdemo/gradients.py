@@ -1,29 +1,27 @@
 """Gradients between nodes: buckets of parameters, when each is started, and what all nodes received.
 
-The path of a step, with ``overlap=True``:
+The path of a step:
 
-1. During backward, in autograd's thread, :class:`ReadyBuckets` counts gradients by a hook of each parameter. It starts
-   a bucket when all of its gradients are there and all buckets before it are started, so that every rank starts
-   collectives in one order. From then on flexcomm's comm threads encode and exchange it, where the world has them.
-2. ``NodeOptimizer.step``, in the caller's thread, starts the buckets that are left, in the same order; parameters
-   without a gradient send zeros.
-3. :meth:`BucketExchange.finish` waits until all buckets are verified. Then all of them write their outputs, which may
-   be the parameters themselves, and commit their momentum; or, if one failed or is to be skipped on any rank, all of
-   them are rolled back to the momentum before the step.
+1. With ``overlap=True``, :class:`ReadyBuckets` starts a bucket during backward, in autograd's thread, when all of its
+   gradients are there and all buckets before it are started. Comm threads encode and send it, where the world has them.
+2. ``NodeOptimizer.step`` starts the other buckets, in the same order; parameters without a gradient send zeros.
+3. :meth:`GradientSync.finish` waits until all buckets are verified. Then all of them write their outputs and commit
+   their momentum; or, if one failed or is to be skipped on any rank, all of them are rolled back.
 
-Without overlap, step 1 is left out. Hooks and local steps use :class:`BucketExchange` as it is.
+Hooks and local steps use :class:`GradientSync` as it is.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FlatParameter
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +30,6 @@ from flexcomm import (
     AlgorithmOption,
     Average,
     Compressor,
-    ConfigMismatchError,
     Epilogue,
     FlexcommError,
     InvalidArgumentError,
@@ -51,6 +48,7 @@ from flexcomm import (
     shards_held,
     start_planned,
 )
+from flexcomm.bootstrap.consistency import ConsistencyCheck
 from flexdemo.parameters import Group, is_sharded, local, names_of
 from flexdemo.torch_private import version_of
 
@@ -67,19 +65,30 @@ class CompressionSettings:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters whose gradients travel together: of parameter group number ``group``, one dtype and one device.
+    """Parameters of one parameter group and device whose gradients, which are as ``specs`` say, travel together.
 
     ``node_averaged`` says whether gradients are averaged inside the node before the optimizer sees them.
     """
 
     group: int
     node_averaged: bool
+    device: torch.device
     params: tuple[Parameter, ...]
-    names: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.specs)
+
+    @property
+    def kind(self) -> tuple[int, bool, torch.device]:
+        return self.group, self.node_averaged, self.device
 
 
 Averages = dict[Bucket, list[Tensor]]
-"""The averages of each bucket's tensors, equal on all nodes; the next exchange overwrites them."""
+"""The averages of each bucket's tensors, equal on all nodes; the next step overwrites them."""
+FusedStep = tuple[list[Tensor], Epilogue]
+"""Tensors that kernels step by the averages while they decode them, and how."""
 
 
 def bucket_parameters(groups: list[Group], bucket_bytes: int, wanted: Callable[[Parameter], bool]) -> list[Bucket]:
@@ -88,17 +97,17 @@ def bucket_parameters(groups: list[Group], bucket_bytes: int, wanted: Callable[[
     That is the order in which a backward pass makes gradients ready. Buckets follow from the parameters alone, not from
     whether they are sent early: results must not depend on it.
     """
-    alike: dict[tuple[int, bool, torch.device], list[tuple[Parameter, str]]] = {}
+    alike: dict[tuple[int, bool, torch.device], list[tuple[Parameter, TensorSpec]]] = {}
     for number, (group, names) in reversed(list(enumerate(zip(groups, names_of(groups), strict=True)))):
         told: bool | None = group.get("node_averaged")
         for param, name in zip(reversed(group["params"]), reversed(names), strict=True):
             if wanted(param):
                 averaged = is_sharded(param) if told is None else told
-                alike.setdefault((number, averaged, param.device), []).append((param, name))
+                alike.setdefault((number, averaged, param.device), []).append((param, spec_of(local(param), name)))
     return [
-        Bucket(number, averaged, *zip(*(named[member] for member in members), strict=True))
-        for (number, averaged, _), named in alike.items()
-        for members in fill_buckets([spec_of(local(param), name) for param, name in named], bucket_bytes)
+        Bucket(*kind, *zip(*(found[member] for member in members), strict=True))
+        for kind, found in alike.items()
+        for members in fill_buckets([spec for _, spec in found], bucket_bytes)
     ]
 
 
@@ -111,16 +120,8 @@ def check_same_buckets(buckets: Iterable[Bucket], world: World) -> None:
 
     Also if they agreed before: a rank that has other buckets now would wait in another collective than the rest.
     """
-    names = repr([(bucket.group, bucket.node_averaged, bucket.names) for bucket in buckets])
-    digest = hashlib.blake2b(names.encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-    digests = world.control.all_gather(mine).wait().view(-1).tolist()
-    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if odd:
-        raise ConfigMismatchError(
-            f"ranks {odd} train other parameters than rank 0: freeze, unfreeze and add the same ones on all ranks. "
-            f"This rank has {names}."
-        )
+    numbered = enumerate((bucket.group, bucket.node_averaged, bucket.names) for bucket in buckets)
+    ConsistencyCheck(world.control).check({f"trained parameters, bucket {number}": one for number, one in numbered})
 
 
 class ReadyBuckets:
@@ -130,7 +131,7 @@ class ReadyBuckets:
     waits for those before it, and :meth:`take_rest` returns what backward did not launch.
     """
 
-    def __init__(self, launch: Callable[..., None]) -> None:
+    def __init__(self, launch: Callable[[Bucket], None]) -> None:
         self._launch = launch
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}
@@ -189,9 +190,8 @@ class ReadyBuckets:
     def check_unchanged(self) -> None:
         """Raise if a gradient was changed after its bucket was launched."""
         for param, version in self._versions.items():
-            if self._bucket_of[param] >= self._launched:
-                continue
-            if param.grad is None or _version_of(param.grad) != version:
+            changed = param.grad is None or _version_of(param.grad) != version
+            if changed and self._bucket_of[param] < self._launched:
                 raise InvalidArgumentError(
                     "a gradient was changed after its exchange had begun. With overlap=True, or 'backward', gradients "
                     "leave during backward(): use overlap=False, or 'step', to clip or unscale them, and no_sync() to "
@@ -219,13 +219,8 @@ def _version_of(gradient: Tensor) -> tuple[int, int]:
     return local(gradient).data_ptr(), version_of(local(gradient))
 
 
-def _store(bucket: Bucket) -> Epilogue:
-    del bucket
-    return Epilogue()
-
-
-class BucketExchange:
-    """Buckets under way between nodes, and the residuals of what was not sent of them.
+class GradientSync:
+    """The syncs of the buckets of a step, all of which are written or none, and the residuals of what was not sent.
 
     ``residuals[group]`` are kept by the number of the parameter group; none at all without ``has_residuals``. In an
     optimizer they are the momentum.
@@ -237,31 +232,46 @@ class BucketExchange:
         *,
         average: Average,
         nonfinite: NonFinitePolicy,
-        has_residuals: bool,
-        in_background: bool,
+        has_residuals: bool = True,
+        in_background: bool = False,
         exact_rollback: bool = False,
     ) -> None:
         self.world = world
-        self._exact_rollback = exact_rollback
         self.buckets: list[Bucket] = []
         self.residuals: dict[int, Residuals] = {}
-        self._nonfinite, self._has_residuals = nonfinite, has_residuals
-        self._average, self._in_background = average, in_background
+        self._nonfinite, self._has_residuals, self._exact_rollback = nonfinite, has_residuals, exact_rollback
+        # A bucket is never cut again.
+        self._plan_sync = partial(
+            plan_sync,
+            world=world,
+            in_background=in_background,
+            average=average,
+            bucket_bytes=None,
+            has_residuals=has_residuals,
+        )
         self._outputs: dict[Bucket, list[Tensor]] = {}
-        self._plans: dict[tuple[Bucket, Compressor, AlgorithmOption, NonFinitePolicy], SyncPlan] = {}
+        self._plans: dict[Hashable, SyncPlan] = {}
         self._algorithms: dict[Hashable, AlgorithmOption] = {}
-        self._started: list[_Started] = []
+        self._started: list[tuple[Bucket, SyncHandle[list[Tensor]], Epilogue | None]] = []
         self._failures: list[FlexcommError] = []
-        self._has_shards = False
+
+    def set_buckets(self, buckets: list[Bucket]) -> None:
+        """Start these buckets from now on, and free the memory of those before."""
+        self.buckets = buckets
+        for cache in (self._outputs, self._plans, self._algorithms):
+            cache.clear()
 
     def residuals_of(self, bucket: Bucket) -> Residuals | None:
         if not self._has_residuals:
             return None
         return self.residuals.setdefault(bucket.group, Residuals(exact_rollback=self._exact_rollback))
 
-    def shards_of(self, bucket: Bucket, tensors: list[Tensor], compressor: Compressor) -> list[TensorShard | None]:
+    def shards_of(self, bucket: Bucket, compressor: Compressor) -> list[TensorShard | None]:
         """Return, for each tensor, the shard whose residual this rank keeps; None if it keeps none."""
-        return shards_held(self._plan_for(bucket, tensors, compressor, "auto", self._nonfinite))
+        # For a plan only shapes, dtypes and the device matter.
+        like = [torch.empty((), dtype=spec.dtype, device=bucket.device).expand(spec.shape) for spec in bucket.specs]
+        plan = self._plan_sync(like, compressor, names=bucket.names, all_ranks=not bucket.node_averaged)
+        return shards_held(plan)
 
     def start(
         self,
@@ -270,27 +280,29 @@ class BucketExchange:
         settings: CompressionSettings,
         step: int,
         *,
-        algorithm: AlgorithmOption | None = None,
         nonfinite: NonFinitePolicy | None = None,
-        out: list[Tensor] | None = None,
+        fused_step: FusedStep | None = None,
     ) -> None:
-        """Start the exchange of a bucket's tensors.
-
-        ``algorithm`` is one for all ``buckets`` like this one, if not given; ``nonfinite`` that of the exchange;
-        ``out`` memory of the exchange.
-        """
-        residuals = self.residuals_of(bucket)
+        """Start to average a bucket's tensors; ``nonfinite`` is that of all steps, if not given."""
+        compressor, residuals = settings.compressor, self.residuals_of(bucket)
         if residuals is not None:
             residuals.decay, residuals.gain, residuals.alpha = settings.decay, settings.gain, settings.alpha
-        if out is None:
-            if bucket not in self._outputs:
-                self._outputs[bucket] = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-            out = self._outputs[bucket]
-        self._has_shards |= bucket.node_averaged
-        algorithm = algorithm or self._algorithm_of(bucket, settings.compressor)
-        plan = self._plan_for(bucket, tensors, settings.compressor, algorithm, nonfinite or self._nonfinite)
+        if fused_step is None and bucket not in self._outputs:
+            self._outputs[bucket] = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        out, epilogue = fused_step or (self._outputs[bucket], None)
+        nonfinite = nonfinite or self._nonfinite
+        key = bucket, compressor, nonfinite
+        if key not in self._plans:
+            self._plans[key] = self._plan_sync(
+                tensors,
+                compressor,
+                names=bucket.names,
+                all_ranks=not bucket.node_averaged,
+                algorithm=self._algorithm_of(bucket, compressor),
+                nonfinite=nonfinite,
+            )
         try:
-            handle = start_planned(plan, tensors, world=self.world, residuals=residuals, step=step, out=out)
+            handle = start_planned(self._plans[key], tensors, world=self.world, residuals=residuals, step=step, out=out)
         except TransportError:
             self.cancel()
             raise
@@ -298,31 +310,57 @@ class BucketExchange:
             # Kept until the end: the other ranks of this node wait there, and learn of it.
             self._failures.append(failure)
         else:
-            self._started.append((bucket, handle))
+            self._started.append((bucket, handle, epilogue))
 
-    def finish(self, epilogue_of: Callable[[Bucket], Epilogue] = _store) -> Averages | None:
-        """Wait for all buckets, do with their averages what their epilogues say, and return the outputs.
+    def finish(self) -> Averages | None:
+        """Wait for all buckets, and return the averages of those without a fused step; None if all ranks skip.
 
-        Outputs are written and momentum is committed for all buckets, or for none if this raises, or if all ranks skip
-        them and this returns None.
+        Outputs are written and residuals committed for all buckets; for none if this raises or returns None.
         """
         started, failures = self._started, self._failures
         self._started, self._failures = [], []
+        averages: Averages = {}
         try:
-            for _, handle in started:
+            for _, handle, _ in started:
                 try:
                     handle.verify()
                 except TransportError:
                     raise
                 except FlexcommError as failure:
                     failures.append(failure)
-            skipped = any(handle.skipped for _, handle in started)
-            failed_ranks, skipped = self._share_outcome(failed=bool(failures), skipped=skipped)
-        except BaseException:
-            _roll_back(started)
-            raise
-        if failed_ranks or skipped:
-            _roll_back(started)
+            skipped = any(handle.skipped for _, handle, _ in started)
+            if self._is_skipped_on_node(failures, skipped):
+                return None
+            for bucket, handle, epilogue in started:
+                handle.write(epilogue or Epilogue())
+                if epilogue is None:
+                    averages[bucket] = handle.result
+                else:
+                    # Kernels know nothing of autograd, which looks whether what it saved is still what it was.
+                    increment_version(bucket.params)
+        finally:
+            # Does nothing to what is written.
+            for _, handle, _ in started:
+                handle.rollback()
+        return averages
+
+    def cancel(self) -> None:
+        """Wait for what is under way, and roll it back."""
+        started, self._started, self._failures = self._started, [], []
+        for _, handle, _ in started:
+            with suppress(FlexcommError):
+                handle.verify()
+            handle.rollback()
+
+    def _is_skipped_on_node(self, failures: list[FlexcommError], skipped: bool) -> bool:
+        """Return whether any rank of this node skips; raise if one failed.
+
+        Ranks of one local rank exchange shards, so the others of the node do not know; of whole tensors, all know.
+        """
+        failed_ranks, intra = len(failures), self.world.intra
+        if intra.size > 1 and any(bucket.node_averaged for bucket in self.buckets):
+            outcome = torch.tensor([bool(failures), skipped], dtype=torch.int32, device=self.world.device)
+            failed_ranks, skipped = intra.all_reduce(outcome).wait().tolist()
         if failures:
             raise failures[0]
         if failed_ranks:
@@ -330,91 +368,14 @@ class BucketExchange:
                 f"{failed_ranks} other ranks of this node could not exchange their shards, and nothing was changed; "
                 f"their own errors say why. Skip this step."
             )
-        if skipped:
-            return None
-        try:
-            for bucket, handle in started:
-                handle.write(epilogue_of(bucket))
-        finally:
-            # Does nothing where all is written, and after an interrupt to what is not.
-            _roll_back(started)
-        return {bucket: handle.result for bucket, handle in started}
-
-    def cancel(self) -> None:
-        """Wait for what is under way, and roll it back."""
-        started, self._started, self._failures = self._started, [], []
-        for _, handle in started:
-            with suppress(FlexcommError):
-                handle.verify()
-        _roll_back(started)
-
-    def set_buckets(self, buckets: list[Bucket]) -> None:
-        """Exchange these buckets from now on, and free the memory of those before."""
-        self.buckets = buckets
-        self._outputs.clear()
-        self._plans.clear()
-        self._algorithms.clear()
+        return bool(skipped)
 
     def _algorithm_of(self, bucket: Bucket, compressor: Compressor) -> AlgorithmOption:
-        """Return one algorithm for all buckets of this one's parameter group, dtype and device.
-
-        For all of them, because the size of buckets must not change what is sent.
-        """
-        key = compressor, *_alike(bucket)
+        """Return one algorithm for all buckets of this kind and dtype: their size must not change what is sent."""
+        dtype = bucket.specs[0].dtype
+        key = compressor, dtype, *bucket.kind
         if key not in self._algorithms:
-            alike = [other for other in self.buckets if _alike(other) == _alike(bucket)]
-            specs = [spec_of(local(x), name) for one in alike for x, name in zip(one.params, one.names, strict=True)]
-            (chosen,) = choose_algorithms(specs, compressor, self.world.inter.size).values()
-            self._algorithms[key] = chosen.algorithm
+            alike = [one for one in self.buckets if one.kind == bucket.kind]
+            specs = [spec for one in alike for spec in one.specs if spec.dtype == dtype] or bucket.specs
+            self._algorithms[key] = choose_algorithms(specs, compressor, self.world.inter.size)[dtype].algorithm
         return self._algorithms[key]
-
-    def _plan_for(
-        self,
-        bucket: Bucket,
-        tensors: list[Tensor],
-        compressor: Compressor,
-        algorithm: AlgorithmOption,
-        nonfinite: NonFinitePolicy,
-    ) -> SyncPlan:
-        """Return the plan of one bucket, which is never cut again."""
-        key = bucket, compressor, algorithm, nonfinite
-        if key not in self._plans:
-            self._plans[key] = plan_sync(
-                tensors,
-                compressor,
-                world=self.world,
-                all_ranks=not bucket.node_averaged,
-                in_background=self._in_background,
-                names=bucket.names,
-                average=self._average,
-                algorithm=algorithm,
-                nonfinite=nonfinite,
-                bucket_bytes=None,
-                has_residuals=self._has_residuals,
-            )
-        return self._plans[key]
-
-    def _share_outcome(self, *, failed: bool, skipped: bool) -> tuple[int, bool]:
-        """Return how many ranks of this node failed, and whether any skips.
-
-        Ranks of one local rank exchange shards, so the others of the node do not know; of whole tensors, all know.
-        """
-        intra = self.world.intra
-        if intra.size == 1 or not self._has_shards:
-            return int(failed), skipped
-        outcome = torch.tensor([failed, skipped], dtype=torch.int32, device=self.world.device)
-        failures, skips = intra.all_reduce(outcome).wait().tolist()
-        return failures, bool(skips)
-
-
-_Started = tuple[Bucket, SyncHandle[list[Tensor]]]
-
-
-def _roll_back(started: list[_Started]) -> None:
-    for _, handle in started:
-        handle.rollback()
-
-
-def _alike(bucket: Bucket) -> tuple[Hashable, ...]:
-    first = bucket.params[0]
-    return bucket.group, bucket.node_averaged, first.dtype, first.device

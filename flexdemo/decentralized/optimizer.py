@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from flexcomm import BUCKET_BYTES, Compressor, InvalidArgumentError, World, default_world, mix
 from flexcomm.gossip import ScheduleLike, base, complete
 from flexdemo.accumulated import AccumAdam
-from flexdemo.checkpoint import FromOtherNodes, NodeAxis, OtherNodes
+from flexdemo.checkpoint import DEFAULT_OTHER_NODES, NodeAxis, OtherNodes
 from flexdemo.decentralized.buckets import (
     MixBucket,
     clip_,
@@ -36,7 +36,7 @@ Order = Literal["mix-then-step", "step-then-mix"]
 Overlap = Literal["step", "backward", "none"]
 
 
-class DecentralizedOptimizer(FromOtherNodes, Optimizer):
+class DecentralizedOptimizer(Optimizer):
     """Steps torch's ``optimizer`` on every replica, and mixes parameters with those of a few other nodes at a time.
 
     ``x <- W x - lr * d(x)`` (D-PSGD and decentralized Adam, arXiv 2410.11998). ``d`` is the step of ``optimizer`` on
@@ -104,7 +104,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._gamma, self._compressor, self._max_norm, self._control = gamma, compressor, max_norm, control
         self._order, self._overlap, self._bucket_bytes = order, overlap, bucket_bytes
         self._optimizer = optimizer
-        self._inner = Inner([optimizer], [len(optimizer.param_groups)])
+        self._inner = Inner([optimizer])
         self._axis = NodeAxis(self._world)
         self._trained: set[Parameter] = set()
         self._mix_buckets: dict[Bucket, MixBucket] = {}
@@ -270,7 +270,7 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._ready.reset()
         self.restart()
         self._refresh()
-        buckets, policy = self._mix_buckets.values(), other_nodes or self._other_nodes
+        buckets, policy = self._mix_buckets.values(), other_nodes or DEFAULT_OTHER_NODES.get()
         super().load_state_dict(load_replica_(state_dict, self.param_groups, buckets, self._axis, policy))
 
     def _check_between_steps(self, what: str) -> None:

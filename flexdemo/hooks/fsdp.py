@@ -5,6 +5,7 @@ A unit's shard is exchanged when FSDP has reduce-scattered it inside the node, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cache
 
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.nn import Module, Parameter
 
 from flexcomm import Average, Compressor, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World
-from flexdemo.gradients import Bucket
+from flexdemo.gradients import Bucket, spec_of
 from flexdemo.hooks.handle import HookHandle, zero_
 from flexdemo.parameters import broadcast_parameters_, check_parameter, check_sharded_ranks, local
 from flexdemo.torch_private import (
@@ -89,7 +90,7 @@ class FsdpHandle(HookHandle):
         # With every send: a pass that failed has dropped its callbacks, and left its exchange under way.
         queue_callback(self._end_backward)
         if bucket in self._sent:
-            self.exchange.cancel()
+            self.sync.cancel()
             self._sent = {}
         self._has_sent = True
         self.start(bucket, gradients)
@@ -117,7 +118,7 @@ class FsdpHandle(HookHandle):
             raise
         except FlexcommError as failure:
             self._failure = self._failure or failure
-            zero_(sent)
+            zero_(sent.values())
 
 
 def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
@@ -134,11 +135,7 @@ def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
             f"{', '.join(left)} belong to no unit of FSDP, so nobody would average their gradients: call "
             f"fully_shard(model, mesh=...) on the model itself, or freeze them."
         )
-    planned = []
-    for _, group in found:
-        empty = torch.empty((), dtype=group.reduce_dtype, device=handle.world.device)
-        planned.append((_bucket_of(group.params, names), [empty.expand(local(param).shape) for param in group.params]))
-    handle.plan(planned)
+    handle.plan([_bucket_of(group, group.params, names, handle.world.device) for _, group in found])
     for unit, group in found:
         _set_hook(unit, group, names, handle)
     broadcast_parameters_([*model.parameters(), *model.buffers()], handle.world)
@@ -146,20 +143,19 @@ def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
 
 def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], handle: FsdpHandle) -> None:
     @cache
-    def plan(trained: tuple[Parameter, ...]) -> tuple[Bucket, list[int], list[torch.Size]]:
-        numels = [group.params[param] for param in trained]
-        return _bucket_of(trained, names), numels, [local(param).shape for param in trained]
+    def bucket_of(trained: tuple[Parameter, ...]) -> Bucket:
+        return _bucket_of(group, trained, names, handle.world.device)
 
     def exchange(flat: Tensor) -> None:
         trained = tuple(param for param in group.params if param.requires_grad)
-        bucket, numels, shapes = plan(trained)
+        bucket, numels = bucket_of(trained), [group.params[param] for param in trained]
         if flat.numel() != sum(numels):
             raise InvalidArgumentError(
                 f"a unit of FSDP reduced {flat.numel()} elements, but its parameters that want gradients "
                 f"({', '.join(bucket.names)}) have {sum(numels)}: freeze parameters between steps only."
             )
         padded = torch.split_with_sizes(flat, numels)
-        shards = [x[: shape.numel()].view(shape) for x, shape in zip(padded, shapes, strict=True)]
+        shards = [x[: math.prod(spec.shape)].view(spec.shape) for x, spec in zip(padded, bucket.specs, strict=True)]
         # After the hook FSDP keeps views of the flat gradient, except where it copies it or adds it to another.
         at_once = any(
             param.grad is not None
@@ -177,8 +173,11 @@ def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], 
     handle.on_remove.callback(unit.set_all_reduce_hook, None)  # type: ignore[arg-type]
 
 
-def _bucket_of(params: Iterable[Parameter], names: dict[Parameter, str]) -> Bucket:
-    return Bucket(0, True, tuple(params), tuple(names[param] for param in params))
+def _bucket_of(
+    group: ParamGroup, params: Iterable[Parameter], names: dict[Parameter, str], device: torch.device
+) -> Bucket:
+    specs = [spec_of(local(param), names[param])._replace(dtype=group.reduce_dtype) for param in params]
+    return Bucket(0, True, device, tuple(params), tuple(specs))
 
 
 def _check_group(group: ParamGroup, names: dict[Parameter, str], world: World) -> None:
@@ -210,19 +209,17 @@ def _attach_to_fsdp1(model: FullyShardedDataParallel, handle: FsdpHandle) -> Non
     for name, unit in units:
         _check_unit(name, unit, handle.world)
     model.register_comm_hook(None, _reduce_flat)
-    planned = []
+    buckets = []
     for name, unit in units:
         (flat_param,) = flat_params_of(unit)
         dtype = unit.mixed_precision.reduce_dtype or unit.mixed_precision.param_dtype or flat_param.dtype
-        like = torch.empty((), dtype=dtype, device=flat_param.device).expand(flat_param.shape)
-        planned.append((Bucket(0, True, (flat_param,), (name,)), [like]))
-    handle.plan(planned)
-    for (_, unit), (bucket, _) in zip(units, planned, strict=True):
-        set_comm_hook_state(unit, (handle, bucket))
+        spec = spec_of(flat_param, name)._replace(dtype=dtype)
+        buckets.append(Bucket(0, True, flat_param.device, (flat_param,), (spec,)))
+        set_comm_hook_state(unit, (handle, buckets[-1]))
+    handle.plan(buckets)
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         handle.on_remove.callback(remove_comm_hook, unit)
-    broadcast_parameters_([bucket.params[0] for bucket, _ in planned], handle.world)
-    broadcast_parameters_(model.buffers(), handle.world)
+    broadcast_parameters_([*(param for bucket in buckets for param in bucket.params), *model.buffers()], handle.world)
 
 
 def _reduce_flat(state: tuple[FsdpHandle, Bucket], gradient: Tensor, shard: Tensor) -> None:
