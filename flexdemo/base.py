@@ -13,15 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from flexcomm import (
-    Average,
-    FlexcommError,
-    InvalidArgumentError,
-    NonFinitePolicy,
-    TransportError,
-    World,
-    default_world,
-)
+from flexcomm import Average, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World, default_world
 from flexdemo.checkpoint import (
     DEFAULT_OTHER_NODES,
     NodeAxis,
@@ -32,8 +24,6 @@ from flexdemo.checkpoint import (
     longest_on_node,
     required,
     residual_shards,
-    stacked_state,
-    take_state_,
 )
 from flexdemo.gradients import (
     Averages,
@@ -78,16 +68,12 @@ class NodeOptimizer(Optimizer, ABC):
     they are written (``_apply``), or while they are decoded (``_fused_step``).
     """
 
-    # torch's GradScaler leaves inf and scale to optimizers that say so. Were it to decide alone, on each rank, some
-    # ranks would skip a step in which others wait for them.
+    # torch's GradScaler leaves inf and scale to optimizers that say so: rank by rank, some would skip, others wait.
     _step_supports_amp_scaling = True
-
     _rules: ClassVar[dict[str, Rule]]
-    """The allowed values of a parameter group's settings: a test of each, and its words for the error."""
-
+    """The allowed values of a parameter group's settings."""
     _local_settings: ClassVar[CompressionSettings | None] = None
     """The settings of steps that a node takes alone, without residuals; None: those between nodes, with residuals."""
-
     _is_ready = False
 
     def __init__(
@@ -149,11 +135,8 @@ class NodeOptimizer(Optimizer, ABC):
         With local steps, a step that a node took alone stays, too. If only this node received damaged data, others may
         have taken the step; the next one then raises on all of them.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if [id(param) for param in self._find_trainable()] != self._trainable:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        if self._find_trainable() != self._trainable:
             self._refresh()
         try:
             averages = self._average_gradients()
@@ -170,19 +153,15 @@ class NodeOptimizer(Optimizer, ABC):
     def _average_gradients(self) -> Averages | None:
         """Return the averages of what all nodes sent of their gradients; None if all ranks skip the step."""
         try:
-            self._ready.check_unchanged()
             if self._overlap and getattr(self, "grad_scale", None) is not None:
                 raise InvalidArgumentError(
                     "GradScaler unscales gradients after the backward pass, but overlap=True sends them before: use "
                     "overlap=False, or bfloat16, which needs no scaler."
                 )
-            for bucket in self._ready.take_rest():
-                self._start_bucket(bucket)
+            self._ready.launch_rest()
         except BaseException:
-            self._sync.cancel()
+            self._cancel()
             raise
-        finally:
-            self._ready.reset()
         return self._sync.finish()
 
     def _start_bucket(self, bucket: Bucket) -> None:
@@ -233,8 +212,8 @@ class NodeOptimizer(Optimizer, ABC):
         if self._is_ready:
             self._refresh()
 
-    def _find_trainable(self) -> list[Parameter]:
-        return [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+    def _find_trainable(self) -> list[int]:
+        return [id(param) for group in self.param_groups for param in group["params"] if param.requires_grad]
 
     def _refresh(self) -> None:
         """Plan buckets and saved state for the parameters that want gradients now. All ranks call it together."""
@@ -242,17 +221,17 @@ class NodeOptimizer(Optimizer, ABC):
         self._cancel()
         buckets = bucket_parameters(self.param_groups, self._bucket_bytes, lambda param: param.requires_grad)
         check_same_buckets(buckets, self._world)
-        self._trainable = [id(param) for param in self._find_trainable()]
+        self._trainable = self._find_trainable()
         self._sync.set_buckets(buckets)
         self._ready.watch(buckets, early=self._overlap)
         syncs = {MOMENTUM: self._sync}
         if self._local_steps is not None:
             self._local_steps.refresh(self.param_groups, self._bucket_bytes)
             syncs[UNSENT] = self._local_steps.sync
+            numels = [anchor.numel() for anchor in self._local_steps.anchors.values()]
+            self._lengths = dict(zip(self._local_steps.anchors, longest_on_node(numels, self._world), strict=True))
         for key, sync in syncs.items():
             for bucket in sync.buckets:
-                numels = [local(param).numel() for param in bucket.params]
-                self._lengths |= zip(bucket.params, longest_on_node(numels, self._world), strict=True)
                 shards = residual_shards(bucket, sync, self.param_groups[bucket.group]["compressor"])
                 for param, shard in zip(bucket.params, shards, strict=False):
                     self._residual_shards.setdefault(param, {})[key] = shard
@@ -278,15 +257,14 @@ class NodeOptimizer(Optimizer, ABC):
         saved[ANCHOR] = wrapped_like(steps.anchors[param], param)
         if param in steps.velocities:
             saved[VELOCITY] = wrapped_like(steps.velocities[param], param)
-        return {**stacked_state(axis, state, self._lengths[param]), **saved}
+        return {**axis.stacked_state(state, self._lengths[param]), **saved}
 
     def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
         """Go on from a state, bit for bit. A state that is refused changes nothing.
 
         Args:
             state_dict: as :meth:`state_dict` returned it.
-            other_nodes: for a state of another number of nodes: an ``"error"`` (the default), the ``"mean"`` of all
-                nodes, or ``"reset"`` to zero.
+            other_nodes: a state of another number of nodes: an ``"error"``, their ``"mean"``, or ``"reset"`` to zero.
 
         """
         self._refresh()
@@ -301,8 +279,7 @@ class NodeOptimizer(Optimizer, ABC):
             if packed.get("compressor") != repr(group["compressor"]):
                 raise InvalidArgumentError(
                     f"group {index} was saved with compressor {packed.get('compressor')}, but has "
-                    f"{group['compressor']!r}, which may see momenta differently. Load with the same, then set "
-                    f"group['compressor']."
+                    f"{group['compressor']!r}. Load with the same, then set group['compressor']."
                 )
             rest["param_groups"].append({**packed, "compressor": group["compressor"]})
             for number, param in zip(packed["params"], group["params"], strict=True):
@@ -336,5 +313,5 @@ class NodeOptimizer(Optimizer, ABC):
         copies = [(here, value), (steps.anchors[param], anchor)]
         if param in steps.velocities:
             copies.append((steps.velocities[param], local(required(saved, VELOCITY))))
-        take_state_(axis, saved, param, other_nodes)
+        axis.take_state_(saved, param, other_nodes)
         return residuals, copies

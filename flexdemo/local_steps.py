@@ -39,10 +39,9 @@ class OuterOptimizer:
 
 
 class LocalSteps:
-    """The parameters all nodes had after the last outer step (``anchors``), and the next outer step.
+    """Outer steps: each node's difference from ``anchors``, the parameters of the last one, is compressed and averaged.
 
-    The difference of each node from them is compressed and averaged, and all nodes move from the anchors by the
-    average, to the same bits. What was not sent is added to the next difference.
+    All nodes move from the anchors by the average, to the same bits. What was not sent is added to the next difference.
     """
 
     def __init__(

@@ -97,12 +97,13 @@ class DistributedOptimizer(NodeOptimizer):
             outer=outer,
             overlap=overlap,
         )
-        self._inner.take_over_state(self)
+        for one in optimizers:
+            self.state.update(one.state)
         self.defaults |= optimizers[-1].defaults
 
     def state_dict(self) -> dict[str, Any]:
         initial = self._inner.initial_states(self)
-        # Only while it is saved: at the first step the inner optimizer makes its own.
+        # A checkpoint needs all keys; only while it is saved: at the first step the inner optimizer makes its own.
         self.state.update(initial)
         saved = super().state_dict()
         self.state.update({param: {} for param in initial})
@@ -127,11 +128,7 @@ class DistributedOptimizer(NodeOptimizer):
 
 
 class FlexDeMoAdamW(DistributedOptimizer):
-    """torch's AdamW on gradients, or of steps, that nodes exchange as far as ``compressor`` sends them.
-
-    ``decay * residual + gradient`` is compressed and, averaged over nodes, taken for the gradient by torch's own AdamW.
-    With ``sync="steps"`` every node takes AdamW's step on its own gradients, and how far it moved is compressed and
-    averaged instead; with ``sync_every=n`` that of n steps, by ``outer`` if given: DiLoCo (arXiv 2311.08105).
+    """:class:`DistributedOptimizer` of torch's AdamW; with ``sync_every`` and ``outer``, DiLoCo (arXiv 2311.08105).
 
     Args:
         params: parameters, named parameters or parameter groups, as torch's optimizers take them.
@@ -215,16 +212,9 @@ class Inner:
         if any(isinstance(one, LBFGS) for one in optimizers):
             raise InvalidArgumentError("LBFGS calls a closure several times a step, and cannot be exchanged.")
 
-    def take_over_state(self, owner: Optimizer) -> None:
-        for optimizer in self._optimizers:
-            owner.state.update(optimizer.state)
-
     @torch.no_grad()
     def initial_states(self, owner: Optimizer) -> dict[Tensor, dict[str, Any]]:
-        """Return initial states for parameters that have none, so that a checkpoint has all keys.
-
-        They come from a step with zero gradients, after which parameters and states are restored.
-        """
+        """Return states for parameters that have none, as a step with zero gradients makes them; it is taken back."""
         params = [param for group in owner.param_groups for param in group["params"]]
         new = {param for param in params if not owner.state[param]}
         if not new:

@@ -111,7 +111,7 @@ class DecentralizedOptimizer(Optimizer):
         self._ready = ReadyBuckets(self._advance)
         self._skips = self._is_ready = False
         super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **INITIAL_STATE})
-        self._inner.take_over_state(self)
+        self.state.update(optimizer.state)
         self.defaults |= optimizer.defaults
         self._is_ready = True
         self._refresh()
@@ -136,11 +136,8 @@ class DecentralizedOptimizer(Optimizer):
         self._refresh()
         self._prepare_gradients()
         try:
-            self._ready.check_unchanged()
-            for bucket in self._ready.take_rest():
-                self._advance(bucket)
+            self._ready.launch_rest()
         finally:
-            self._ready.reset()
             self._skips = False
         self._finish_step()
         return loss
@@ -274,7 +271,7 @@ class DecentralizedOptimizer(Optimizer):
         super().load_state_dict(load_replica_(state_dict, self.param_groups, buckets, self._axis, policy))
 
     def _check_between_steps(self, what: str) -> None:
-        if self._ready.has_launched:
+        if self._ready.launched:
             raise InvalidArgumentError(
                 f"this optimizer cannot be {what} between backward() and step(): with overlap='backward' some buckets "
                 f"have stepped, others have not. Call step() first."

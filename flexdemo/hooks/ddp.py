@@ -24,12 +24,11 @@ class CompressionState(HookHandle):
     Args:
         compressor: what is sent between nodes.
         world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
-        names: what parameters are called; without, by the order in which their gradients first come, and residuals can
-            be loaded only after that.
+        names: of the parameters; if not given, numbers in the order of their first gradients, after which residuals can
+            be loaded.
         decay: the share of the residual that is left after a step.
         average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
-        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` (gradients are zero), or count
-            as ``"zero"``.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"``, ``"skip"`` (all gradients are zero), ``"zero"``.
 
     Example:
         ``model.register_comm_hook(CompressionState(flexcomm.demo(k=32)), compression_hook)``
@@ -104,9 +103,8 @@ def attach_to_ddp(
 ) -> HookHandle:
     """Exchange the gradients of a DDP model between nodes, as far as ``compressor`` sends them.
 
-    Inside a node they are averaged in full. What is not sent now is kept, decayed, and added next time: any optimizer
-    can use what arrives. DDP's buckets travel as they are. torch cannot take a hook back: removed, it averages in
-    full, as torch does.
+    Inside a node they are averaged in full. What is not sent now is kept, decayed, and added next time. torch cannot
+    take a hook back: removed, it averages in full, as torch does.
 
     Args:
         model: ``DistributedDataParallel`` over all ranks.
@@ -114,8 +112,7 @@ def attach_to_ddp(
         world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
         decay: the share of the residual that is left after a step.
         average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
-        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` (gradients are zero), or count
-            as ``"zero"``.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"``, ``"skip"`` (all gradients are zero), ``"zero"``.
 
     Returns:
         A handle that is saved beside the model (``state_dict``), and whose ``remove()`` ends the exchange.

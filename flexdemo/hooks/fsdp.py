@@ -1,7 +1,4 @@
-"""Hooks for models that FSDP2 or FSDP1 shards inside a node.
-
-A unit's shard is exchanged when FSDP has reduce-scattered it inside the node, while the next unit's backward runs.
-"""
+"""Hooks for FSDP2 and FSDP1: a unit's shard is exchanged once it is reduced inside the node, during later backwards."""
 
 from __future__ import annotations
 
@@ -16,19 +13,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.nn import Module, Parameter
 
 from flexcomm import Average, Compressor, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World
+from flexdemo import torch_private
 from flexdemo.gradients import Bucket, spec_of
-from flexdemo.hooks.handle import HookHandle, zero_
+from flexdemo.hooks.handle import HookHandle
 from flexdemo.parameters import broadcast_parameters_, check_parameter, check_sharded_ranks, local
-from flexdemo.torch_private import (
-    ParamGroup,
-    flat_params_of,
-    has_post_accumulate_grad_hooks,
-    has_saved_gradient,
-    param_groups_of,
-    queue_callback,
-    remove_comm_hook,
-    set_comm_hook_state,
-)
+from flexdemo.torch_private import ParamGroup
 
 
 def attach_to_fsdp(
@@ -42,10 +31,9 @@ def attach_to_fsdp(
 ) -> HookHandle:
     """Exchange the gradients of a model that FSDP shards inside a node between nodes; the optimizer stays yours.
 
-    The model's replicas become node 0's. FSDP averages gradients inside the node, and no rank holds more of them than
-    its shard. What is not sent now is kept, decayed, and added next time: any optimizer can use what arrives. A unit's
-    exchange overlaps the backward of the next ones, if gradients are reduced in the parameters' dtype and not
-    accumulated.
+    The model's replicas become node 0's. FSDP averages gradients inside the node, and each rank exchanges its shard.
+    What is not sent now is kept, decayed, and added next time. A unit's exchange overlaps the backward of the next
+    ones, if gradients are reduced in the parameters' dtype and not accumulated.
 
     Args:
         model: sharded by FSDP2 (``fully_shard``) or FSDP1 over the ranks of a node.
@@ -53,8 +41,7 @@ def attach_to_fsdp(
         world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
         decay: the share of the residual that is left after a step.
         average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
-        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` (gradients are zero), or count
-            as ``"zero"``.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"``, ``"skip"`` (all gradients are zero), ``"zero"``.
 
     Returns:
         A handle that is saved beside the model (``state_dict``), and whose ``remove()`` takes the hooks away.
@@ -88,7 +75,7 @@ class FsdpHandle(HookHandle):
     def send(self, bucket: Bucket, gradients: list[Tensor], at_once: bool) -> None:
         """Exchange gradients in place: until this returns if ``at_once``, else until the backward pass ends."""
         # With every send: a pass that failed has dropped its callbacks, and left its exchange under way.
-        queue_callback(self._end_backward)
+        torch_private.queue_callback(self._end_backward)
         if bucket in self._sent:
             self.sync.cancel()
             self._sent = {}
@@ -118,14 +105,13 @@ class FsdpHandle(HookHandle):
             raise
         except FlexcommError as failure:
             self._failure = self._failure or failure
-            zero_(sent.values())
+            torch._foreach_zero_([gradient for gradients in sent.values() for gradient in gradients])
 
 
 def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
     names = {param: name for name, param in model.named_parameters()}
-    found = [
-        (unit, group) for unit in model.modules() if isinstance(unit, FSDPModule) for group in param_groups_of(unit)
-    ]
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    found = [(unit, group) for unit in units for group in torch_private.param_groups_of(unit)]
     for _, group in found:
         _check_group(group, names, handle.world)
     sharded = {param for _, group in found for param in group.params}
@@ -161,7 +147,7 @@ def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], 
             param.grad is not None
             or param.dtype != flat.dtype
             or param.device != flat.device
-            or has_post_accumulate_grad_hooks(param)
+            or torch_private.has_post_accumulate_grad_hooks(param)
             for param in trained
         )
         handle.send(bucket, shards, at_once)
@@ -202,23 +188,22 @@ def _check_group(group: ParamGroup, names: dict[Parameter, str], world: World) -
 
 def _attach_to_fsdp1(model: FullyShardedDataParallel, handle: FsdpHandle) -> None:
     units = [
-        (name or "root", unit)
+        (name or "root", unit, flat_param)
         for name, unit in model.named_modules()
-        if isinstance(unit, FullyShardedDataParallel) and flat_params_of(unit)
+        if isinstance(unit, FullyShardedDataParallel) and (flat_param := torch_private.flat_param_of(unit)) is not None
     ]
-    for name, unit in units:
+    for name, unit, _ in units:
         _check_unit(name, unit, handle.world)
     model.register_comm_hook(None, _reduce_flat)
     buckets = []
-    for name, unit in units:
-        (flat_param,) = flat_params_of(unit)
+    for name, unit, flat_param in units:
         dtype = unit.mixed_precision.reduce_dtype or unit.mixed_precision.param_dtype or flat_param.dtype
         spec = spec_of(flat_param, name)._replace(dtype=dtype)
         buckets.append(Bucket(0, True, flat_param.device, (flat_param,), (spec,)))
-        set_comm_hook_state(unit, (handle, buckets[-1]))
+        torch_private.set_comm_hook_state(unit, (handle, buckets[-1]))
     handle.plan(buckets)
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        handle.on_remove.callback(remove_comm_hook, unit)
+        handle.on_remove.callback(torch_private.remove_comm_hook, unit)
     broadcast_parameters_([*(param for bucket in buckets for param in bucket.params), *model.buffers()], handle.world)
 
 
@@ -229,7 +214,8 @@ def _reduce_flat(state: tuple[FsdpHandle, Bucket], gradient: Tensor, shard: Tens
     intra.reduce_scatter(gradient.view(intra.size, -1), out=shard).wait()
     shard.div_(intra.size)
     # After the hook FSDP keeps the shard as the gradient, except where it copies it or adds it to another.
-    handle.send(bucket, [shard], at_once=shard.dtype != flat_param.dtype or has_saved_gradient(flat_param))
+    at_once = shard.dtype != flat_param.dtype or torch_private.has_saved_gradient(flat_param)
+    handle.send(bucket, [shard], at_once)
 
 
 def _check_unit(name: str, unit: FullyShardedDataParallel, world: World) -> None:

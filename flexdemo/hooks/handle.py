@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,8 +17,7 @@ from flexdemo.gradients import Bucket, CompressionSettings, GradientSync
 class HookHandle:
     """The exchange of a model's gradients, with the residuals of what was not sent.
 
-    ``state_dict`` and ``load_state_dict`` make it a ``Stateful`` of torch's distributed checkpoints: save it beside the
-    model and its optimizer, and training goes on bit for bit.
+    It is a ``Stateful`` of torch's distributed checkpoints: save it beside the model and its optimizer.
     """
 
     def __init__(
@@ -48,10 +47,11 @@ class HookHandle:
         """Wait for all that was started, and write averages over what was sent; zeros if all ranks skip it."""
         sent, self._sent = self._sent, {}
         averages = self.sync.finish()
-        if averages is None:
-            zero_(sent.values())
-        for bucket, received in (averages or {}).items():
-            torch._foreach_copy_(sent[bucket], received)
+        for bucket, gradients in sent.items():
+            if averages is None:
+                torch._foreach_zero_(gradients)
+            else:
+                torch._foreach_copy_(gradients, averages[bucket])
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """Plan the residuals of all buckets, on all ranks together: their states are saved."""
@@ -79,8 +79,3 @@ class HookHandle:
             for name, shard in shards.items()
         )
         self.step = int(state_dict["step"])
-
-
-def zero_(sent: Iterable[list[Tensor]]) -> None:
-    for gradients in sent:
-        torch._foreach_zero_(gradients)
