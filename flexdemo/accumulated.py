@@ -36,12 +36,9 @@ class AccumAdam(Optimizer):
     """Adam whose moments count as for batches ``window`` times as large (AccumAdam, arXiv 2410.11998).
 
     A step moves parameters by the moments as they would be with the gradient at hand; what is kept of them advances
-    once in a window, by the mean gradient of its steps. With ``window=1`` that is Adam, or AdamW where weight decay is
-    ``decoupled``. The published listing decays the kept second moment with the first one's beta, which is a misprint.
-
-    Windows are counted parameter by parameter, by the gradients it had: one without a gradient stays as it is, and so
-    does its state. The state is Adam's, and ``accumulated``, the part of the mean that is known, where the window is
-    above 1.
+    once in a window, by the mean gradient of its steps. ``window=1`` is Adam, or AdamW if ``decoupled``. (The published
+    listing decays the kept second moment by the first one's beta, a misprint.) A parameter's steps are those in which
+    it has a gradient. Its state is Adam's and, if ``window`` is above 1, ``accumulated``, the known part of the mean.
 
     Args:
         params: parameters or parameter groups, which may differ in all settings.
@@ -74,28 +71,18 @@ class AccumAdam(Optimizer):
         window: int = 1,
         decoupled: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "window": window,
-            "decoupled": decoupled,
-        }
-        check_settings(defaults, _RULES)
+        adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {**adam, "window": window, "decoupled": decoupled}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        check_settings(param_group, _RULES)
+        check_settings(self.defaults | param_group, _RULES)
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move every parameter that has a gradient, and count the step for it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             # A checkpoint of torch's own Adam knows of no window.
             settings = self.defaults | group | {"lr": float(group["lr"])}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,34 +13,24 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from flexcomm import (
-    Average,
-    Epilogue,
-    FlexcommError,
-    InvalidArgumentError,
-    NonFinitePolicy,
-    TransportError,
-    World,
-    default_world,
-)
+from flexcomm import Average, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World, default_world
 from flexdemo.checkpoint import (
-    FromOtherNodes,
+    DEFAULT_OTHER_NODES,
     NodeAxis,
     OtherNodes,
-    StateEntry,
+    ResidualShard,
     check_sizes,
-    find_entries,
     load_residuals,
     longest_on_node,
     required,
-    stacked_state,
-    take_state_,
+    residual_shards,
 )
 from flexdemo.gradients import (
     Averages,
     Bucket,
-    BucketExchange,
     CompressionSettings,
+    FusedStep,
+    GradientSync,
     ReadyBuckets,
     bucket_parameters,
     check_same_buckets,
@@ -72,23 +61,19 @@ ANCHOR, VELOCITY, HERE = "anchor", "velocity", "here"
 _IS_COMPRESSOR: Rule = (lambda value: hasattr(value, "plan"), "one, such as flexcomm.demo()")
 
 
-class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
+class NodeOptimizer(Optimizer, ABC):
     """An optimizer whose parameters have a replica on every node; at the start, all become those of node 0.
 
     A subclass says what is sent of the gradients (``_sync_settings``) and how parameters move by the averages: after
-    they are written (``_apply``), or as they are decoded (``_outputs``, ``_epilogue``).
+    they are written (``_apply``), or while they are decoded (``_fused_step``).
     """
 
-    # torch's GradScaler leaves inf and scale to optimizers that say so. Were it to decide alone, on each rank, some
-    # ranks would skip a step in which others wait for them.
+    # torch's GradScaler leaves inf and scale to optimizers that say so: rank by rank, some would skip, others wait.
     _step_supports_amp_scaling = True
-
     _rules: ClassVar[dict[str, Rule]]
-    """The allowed values of a parameter group's settings: a test of each, and its words for the error."""
-
+    """The allowed values of a parameter group's settings."""
     _local_settings: ClassVar[CompressionSettings | None] = None
     """The settings of steps that a node takes alone, without residuals; None: those between nodes, with residuals."""
-
     _is_ready = False
 
     def __init__(
@@ -106,15 +91,15 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         overlap: bool,
         exact_rollback: bool = False,
     ) -> None:
-        arguments = {"sync_every": sync_every, "sync": sync}
-        check_settings(arguments, {"sync_every": COUNT, "sync": one_of(get_args(SyncTarget))})
+        rules = {"sync_every": COUNT, "sync": one_of(get_args(SyncTarget))}
+        check_settings({"sync_every": sync_every, "sync": sync}, rules)
         is_local = sync_every > 1 or sync == "steps"
         if outer is not None and not is_local:
             raise InvalidArgumentError("outer moves nodes that took local steps: pass sync_every= above 1, too.")
         self._world = default_world() if world is None else world
         self._sync_every, self._bucket_bytes, self._overlap = sync_every, bucket_bytes, overlap
         super().__init__(params, {**defaults, "step": 0})
-        self._gradients = BucketExchange(
+        self._sync = GradientSync(
             self._world.node_only() if is_local else self._world,
             average=average,
             nonfinite=nonfinite,
@@ -122,12 +107,10 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
             in_background=overlap,
             exact_rollback=exact_rollback,
         )
-        self._local_steps = (
-            LocalSteps(self._world, outer, nonfinite, exact_rollback=exact_rollback) if is_local else None
-        )
+        self._local_steps = LocalSteps(self._world, outer, nonfinite, exact_rollback) if is_local else None
         self._ready = ReadyBuckets(self._start_bucket)
         self._axis = NodeAxis(self._world)
-        self._entries: dict[Parameter, dict[str, StateEntry]] = {}
+        self._residual_shards: dict[Parameter, dict[str, ResidualShard]] = {}
         self._lengths: dict[Parameter, int] = {}
         self._is_ready = True
         self._refresh()
@@ -138,17 +121,12 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
 
     @abstractmethod
     def _apply(self, averages: Averages) -> None:
-        """Change the parameters by outputs that are equal on all nodes: averages, or what stepped by them."""
+        """Change the parameters of buckets without a fused step by averages, which are equal on all nodes."""
 
-    def _outputs(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor] | None:
-        """Return where the averages of gradients go, or what steps by them; None: into memory of the exchange."""
+    def _fused_step(self, bucket: Bucket, gradients: list[Tensor]) -> FusedStep | None:
+        """Return what kernels step while they decode averages, and how; None: :meth:`_apply` does it afterwards."""
         del bucket, gradients
         return None
-
-    def _epilogue(self, bucket: Bucket) -> Epilogue:
-        """Return what becomes of the averages of a bucket."""
-        del bucket
-        return Epilogue()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -157,15 +135,11 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         With local steps, a step that a node took alone stays, too. If only this node received damaged data, others may
         have taken the step; the next one then raises on all of them.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        trainable = self._find_trainable()
-        if len(trainable) != len(self._trainable) or not all(map(operator.is_, trainable, self._trainable)):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        if self._find_trainable() != self._trainable:
             self._refresh()
         try:
-            averages = self._exchange()
+            averages = self._average_gradients()
             if averages is not None:
                 self._apply(averages)
         except FlexcommError as error:
@@ -176,37 +150,32 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         self._finish_step()
         return loss
 
-    def _exchange(self) -> Averages | None:
+    def _average_gradients(self) -> Averages | None:
         """Return the averages of what all nodes sent of their gradients; None if all ranks skip the step."""
-        # torch's GradScaler sets both for the time of the step.
-        scale, skips = getattr(self, "grad_scale", None), hasattr(self, "found_inf")
         try:
-            self._ready.check_unchanged()
-            if scale is not None and self._overlap:
+            if self._overlap and getattr(self, "grad_scale", None) is not None:
                 raise InvalidArgumentError(
                     "GradScaler unscales gradients after the backward pass, but overlap=True sends them before: use "
                     "overlap=False, or bfloat16, which needs no scaler."
                 )
-            for bucket in self._ready.take_rest():
-                self._start_bucket(bucket, scale, "skip" if skips else None)
+            self._ready.launch_rest()
         except BaseException:
-            self._gradients.cancel()
+            self._cancel()
             raise
-        finally:
-            self._ready.reset()
-        return self._gradients.finish(self._epilogue)
+        return self._sync.finish()
 
-    def _start_bucket(
-        self, bucket: Bucket, scale: Tensor | None = None, nonfinite: NonFinitePolicy | None = None
-    ) -> None:
+    def _start_bucket(self, bucket: Bucket) -> None:
         group, settings = self.param_groups[bucket.group], self._local_settings
         if self._local_steps is None or settings is None:
             settings = self._sync_settings(group)
         gradients = [gradient_of(param) for param in bucket.params]
+        # torch's GradScaler sets both for the time of the step.
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        nonfinite: NonFinitePolicy | None = "skip" if hasattr(self, "found_inf") else None
         if scale is not None:
             gradients = list(torch._foreach_div(gradients, scale))
-        out = self._outputs(bucket, gradients)
-        self._gradients.start(bucket, gradients, settings, group["step"], nonfinite=nonfinite, out=out)
+        fused_step = self._fused_step(bucket, gradients)
+        self._sync.start(bucket, gradients, settings, group["step"], nonfinite=nonfinite, fused_step=fused_step)
 
     def _finish_step(self) -> None:
         for group in self.param_groups:
@@ -225,7 +194,7 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         super().zero_grad(set_to_none)
 
     def _cancel(self) -> None:
-        self._gradients.cancel()
+        self._sync.cancel()
         self._ready.reset()
 
     def add_param_group(self, param_group: Group) -> None:
@@ -243,34 +212,29 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         if self._is_ready:
             self._refresh()
 
-    def _find_trainable(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+    def _find_trainable(self) -> list[int]:
+        return [id(param) for group in self.param_groups for param in group["params"] if param.requires_grad]
 
     def _refresh(self) -> None:
         """Plan buckets and saved state for the parameters that want gradients now. All ranks call it together."""
         # What is on its way belongs to the buckets before.
         self._cancel()
-        self._trainable = self._find_trainable()
         buckets = bucket_parameters(self.param_groups, self._bucket_bytes, lambda param: param.requires_grad)
-        self._gradients.set_buckets(buckets)
+        check_same_buckets(buckets, self._world)
+        self._trainable = self._find_trainable()
+        self._sync.set_buckets(buckets)
         self._ready.watch(buckets, early=self._overlap)
+        syncs = {MOMENTUM: self._sync}
         if self._local_steps is not None:
             self._local_steps.refresh(self.param_groups, self._bucket_bytes)
-        self._find_state()
-
-    def _find_state(self) -> None:
-        """Find the residuals of all parameters. The ranks of a node exchange their lengths."""
-        check_same_buckets(self._gradients.buckets, self._world)
-        exchanges = {MOMENTUM: self._gradients}
-        if self._local_steps is not None:
-            exchanges[UNSENT] = self._local_steps.exchange
-        for key, exchange in exchanges.items():
-            for bucket in exchange.buckets:
-                here = [local(param) for param in bucket.params]
-                self._lengths |= zip(bucket.params, longest_on_node(map(Tensor.numel, here), self._world), strict=True)
-                entries = find_entries(bucket, exchange, here, self.param_groups[bucket.group]["compressor"])
-                for param, entry in zip(bucket.params, entries, strict=False):
-                    self._entries.setdefault(param, {})[key] = entry
+            syncs[UNSENT] = self._local_steps.sync
+            numels = [anchor.numel() for anchor in self._local_steps.anchors.values()]
+            self._lengths = dict(zip(self._local_steps.anchors, longest_on_node(numels, self._world), strict=True))
+        for key, sync in syncs.items():
+            for bucket in sync.buckets:
+                shards = residual_shards(bucket, sync, self.param_groups[bucket.group]["compressor"])
+                for param, shard in zip(bucket.params, shards, strict=False):
+                    self._residual_shards.setdefault(param, {})[key] = shard
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own format, with a node axis where nodes differ; see docs/training.md."""
@@ -283,73 +247,65 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         return state_dict
 
     def _saved(self, param: Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        here, axis = local(param), self._axis
-        entries = self._entries.get(param, {})
-        saved = {key: entry.saved(axis) for key, entry in entries.items()}
-        if entries:
+        axis, steps, shards = self._axis, self._local_steps, self._residual_shards.get(param, {})
+        saved = {key: shard.saved(axis) for key, shard in shards.items()}
+        if shards:
             saved[OWNER] = axis.owner()
-        if self._local_steps is None or param not in self._local_steps.anchors:
+        if steps is None or param not in steps.anchors:
             return {**state, **saved}
-        length = self._lengths[param]
-        saved[HERE] = axis.stacked(here, length)
-        saved[ANCHOR] = wrapped_like(self._local_steps.anchors[param], param)
-        if param in self._local_steps.velocities:
-            saved[VELOCITY] = wrapped_like(self._local_steps.velocities[param], param)
-        return {**stacked_state(axis, state, length), **saved}
+        saved[HERE] = axis.stacked(local(param), self._lengths[param])
+        saved[ANCHOR] = wrapped_like(steps.anchors[param], param)
+        if param in steps.velocities:
+            saved[VELOCITY] = wrapped_like(steps.velocities[param], param)
+        return {**axis.stacked_state(state, self._lengths[param]), **saved}
 
     def load_state_dict(self, state_dict: dict[str, Any], other_nodes: OtherNodes | None = None) -> None:
         """Go on from a state, bit for bit. A state that is refused changes nothing.
 
         Args:
             state_dict: as :meth:`state_dict` returned it.
-            other_nodes: for a state of another number of nodes: an ``"error"`` (the default), the ``"mean"`` of all
-                nodes, or ``"reset"`` to zero.
+            other_nodes: a state of another number of nodes: an ``"error"``, their ``"mean"``, or ``"reset"`` to zero.
 
         """
         self._refresh()
         check_sizes(state_dict["param_groups"], self.param_groups)
-        if not any(OWNER in kept for kept in state_dict["state"].values()) and self._entries:
-            raise InvalidArgumentError(
-                "the state to be loaded holds no residuals at all: it was saved by another optimizer."
-            )
-        policy = other_nodes or self._other_nodes
+        if not any(OWNER in kept for kept in state_dict["state"].values()) and self._residual_shards:
+            raise InvalidArgumentError("the state to be loaded holds no residuals: it was saved by another optimizer.")
+        policy = other_nodes or DEFAULT_OTHER_NODES.get()
         rest: dict[str, Any] = {"state": {}, "param_groups": []}
-        residuals: list[tuple[StateEntry, Tensor]] = []
+        residuals: list[tuple[ResidualShard, Tensor]] = []
         copies: list[tuple[Tensor, Tensor]] = []
         for index, (group, packed) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=True)):
             if packed.get("compressor") != repr(group["compressor"]):
                 raise InvalidArgumentError(
                     f"group {index} was saved with compressor {packed.get('compressor')}, but has "
-                    f"{group['compressor']!r}, which may see momenta differently. Load with the same, then set "
-                    f"group['compressor']."
+                    f"{group['compressor']!r}. Load with the same, then set group['compressor']."
                 )
             rest["param_groups"].append({**packed, "compressor": group["compressor"]})
             for number, param in zip(packed["params"], group["params"], strict=True):
                 rest["state"][number] = saved = dict(state_dict["state"].get(number, {}))
                 # Empty if it was frozen when it was saved: it begins anew.
                 if saved:
-                    residuals += self._take_residuals(param, saved, policy)
-                    copies += self._take_local_steps(param, saved, policy)
+                    taken, of_local_steps = self._take_state_(param, saved, policy)
+                    residuals += taken
+                    copies += of_local_steps
         load_residuals(residuals)
         for target, value in copies:
             target.copy_(value)
         super().load_state_dict(rest)
 
-    def _take_residuals(
+    def _take_state_(
         self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
-    ) -> list[tuple[StateEntry, Tensor]]:
-        entries, axis = self._entries.get(param, {}), self._axis
-        if entries:
+    ) -> tuple[list[tuple[ResidualShard, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """Take residuals and local steps out of ``saved``; return each place of this rank with its saved value."""
+        axis, steps, shards = self._axis, self._local_steps, self._residual_shards.get(param, {})
+        if shards:
             axis.check_owner(required(saved, OWNER))
-        return [(one, one.taken(required(saved, key), axis, key, other_nodes)) for key, one in entries.items()]
-
-    def _take_local_steps(
-        self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return tensors of this rank, each with its saved value."""
-        axis, steps = self._axis, self._local_steps
+        residuals = [
+            (shard, shard.taken(required(saved, key), axis, key, other_nodes)) for key, shard in shards.items()
+        ]
         if steps is None or param not in steps.anchors:
-            return []
+            return residuals, []
         here, anchor, saved_here = local(param), local(required(saved, ANCHOR)), required(saved, HERE)
         # On "reset", new nodes start from the last outer step.
         resets = other_nodes == "reset" and not axis.is_own(saved_here)
@@ -357,5 +313,5 @@ class NodeOptimizer(FromOtherNodes, Optimizer, ABC):
         copies = [(here, value), (steps.anchors[param], anchor)]
         if param in steps.velocities:
             copies.append((steps.velocities[param], local(required(saved, VELOCITY))))
-        take_state_(axis, saved, param, other_nodes)
-        return copies
+        axis.take_state_(saved, param, other_nodes)
+        return residuals, copies

@@ -1,33 +1,26 @@
 """Checkpoints: files, the node axis of state that differs from rank to rank, and residuals.
 
-torch's distributed checkpoints take tensors of equal name on several ranks for copies of one, and keep one of them.
-What is a node's own is therefore saved as a tensor ``[nodes, ranks per node, numel]``, of which every rank holds the
-row at its own place.
+torch's distributed checkpoints keep one of the tensors that have one name on several ranks. What differs is therefore
+saved as a tensor ``[nodes, ranks per node, numel]``, of which every rank holds its own row.
 
-Residuals are coefficients of chunks, and chunks follow from how a tensor is cut. For other ranks per node, what the
-ranks of a node saved is transformed back into elements, put together, cut anew, and transformed again: exact but for
-rounding.
+Residuals are coefficients of chunks, which follow from how a tensor is cut. For other ranks per node they are
+transformed back into elements, put together, cut anew, and transformed again: exact but for rounding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,19 +29,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from flexcomm import (
-    Compressor,
-    InvalidArgumentError,
-    Residuals,
-    TensorPlan,
-    TensorShard,
-    TensorSpec,
-    World,
-    plan_tensor,
-    shard_tensor,
-)
+import flexcomm
 from flexcomm.kernels.reference.transform import accumulate, restore
-from flexdemo.gradients import Bucket, BucketExchange
+from flexdemo.gradients import Bucket, GradientSync
 from flexdemo.parameters import Group, local, wrapped_like
 from flexdemo.torch_private import mesh_without_groups
 
@@ -57,6 +40,8 @@ if TYPE_CHECKING:
 
 OtherNodes = Literal["error", "mean", "reset"]
 """For state of another number of nodes: refuse it, give every node the mean of all, or begin at zero."""
+DEFAULT_OTHER_NODES: ContextVar[OtherNodes] = ContextVar("other_nodes", default="error")
+"""That of ``load_state_dict``, which torch calls without arguments."""
 
 _AXES = ("node", "local_rank")
 _RESIDUALS = "handle.residuals."
@@ -87,48 +72,49 @@ def load_checkpoint(
     *,
     other_nodes: OtherNodes = "error",
 ) -> None:
-    """Go on from a folder, bit for bit where as many ranks saved it. All ranks call it together.
-
-    Other numbers of ranks per node get their residuals cut anew, exact but for rounding.
+    """Go on from a folder, bit for bit where as many ranks saved it, else to rounding. All ranks call it together.
 
     Args:
         path: the folder.
         model: as it was saved.
         optimizer: as it was saved.
         handle: as it was saved.
-        other_nodes: what becomes of residuals that another number of nodes saved: an ``"error"``, the ``"mean"`` of
-            all for every node, or ``"reset"`` to zero.
+        other_nodes: residuals of another number of nodes: an ``"error"``, their ``"mean"``, or ``"reset"`` to zero.
 
     """
     state = _state_of(model, optimizer, handle)
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    asked = set()
     for holder, key, name in _node_tensors(state):
         found = saved.get(name)
+        asked.add(name)
         if isinstance(found, TensorStorageMetadata) and found.size != holder[key].shape:
             holder[key] = torch.empty(found.size, dtype=holder[key].dtype, device=holder[key].device)
     # torch loads what it is asked for, and no more.
-    asked = {name for _, _, name in _node_tensors(state)}
     left = [name for name in saved if name.startswith(_RESIDUALS) and name not in asked]
     if left:
-        raise InvalidArgumentError(
+        raise flexcomm.InvalidArgumentError(
             f"the files hold {len(left)} residuals that nothing here asks for, such as {left[0]}: pass the handle of a "
             f"model with the same parameter names. A CompressionState without names knows them after one backward pass."
         )
     load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    with optimizer.from_other_nodes(other_nodes) if isinstance(optimizer, FromOtherNodes) else nullcontext():
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    dcp.set_model_state_dict(model, state["model"])
+    token = DEFAULT_OTHER_NODES.set(other_nodes)
+    try:
+        dcp.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    finally:
+        DEFAULT_OTHER_NODES.reset(token)
     if handle is not None:
         handle.load_state_dict(state["handle"], other_nodes)
 
 
 def _state_of(model: Module, optimizer: Optimizer, handle: HookHandle | None) -> dict[str, Any]:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise InvalidArgumentError(
+        raise flexcomm.InvalidArgumentError(
             "torch cannot save what FSDP1 shards inside nodes in one checkpoint: let every rank torch.save its own "
             "model.state_dict(), optimizer.state_dict() and handle.state_dict(), or shard by FSDP2."
         )
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = {"model": dcp.get_model_state_dict(model), "optimizer": dcp.get_optimizer_state_dict(model, optimizer)}
     return state if handle is None else {**state, "handle": handle.state_dict()}
 
 
@@ -136,12 +122,10 @@ def _node_tensors(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Tensor],
     """Return everything with a node axis: what holds it, its key there, and what files call it."""
     for param, kept in state["optimizer"]["state"].items():
         for key, value in list(kept.items()):
-            if isinstance(value, DTensor):
-                has_node_axis = value.device_mesh.mesh_dim_names == _AXES
-            else:
-                # A single process has no mesh.
-                has_node_axis = isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, 1)
-            if has_node_axis:
+            mesh = value.device_mesh if isinstance(value, DTensor) else None
+            # A single process has no mesh.
+            is_single = mesh is None and isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, 1)
+            if is_single or (mesh is not None and mesh.mesh_dim_names == _AXES):
                 yield kept, key, f"optimizer.state.{param}.{key}"
     if "handle" in state:
         handle = state["handle"]
@@ -150,25 +134,10 @@ def _node_tensors(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Tensor],
             yield handle["residuals"], param, f"{_RESIDUALS}{param}"
 
 
-class FromOtherNodes:
-    """A base of optimizers whose state has a node axis, so that another number of nodes can load it."""
-
-    _other_nodes: OtherNodes = "error"
-
-    @contextmanager
-    def from_other_nodes(self, other_nodes: OtherNodes) -> Iterator[None]:
-        """Return a context that sets the default of ``load_state_dict``, which torch calls without arguments."""
-        before, self._other_nodes = self._other_nodes, other_nodes
-        try:
-            yield
-        finally:
-            self._other_nodes = before
-
-
 class NodeAxis:
     """The place of this rank in tensors ``[nodes, ranks per node, numel]``."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: flexcomm.World) -> None:
         self._topology = world.topology
         self._mesh: DeviceMesh | None = None
         self._shape = (1, 1)
@@ -183,9 +152,7 @@ class NodeAxis:
         row = tensor.new_zeros(length)
         row[: tensor.numel()] = tensor.reshape(-1)
         row = row.view(1, 1, length)
-        if self._mesh is None:
-            return row
-        return DTensor.from_local(row, self._mesh, (Shard(0), Shard(1)), run_check=False)
+        return row if self._mesh is None else DTensor.from_local(row, self._mesh, (Shard(0), Shard(1)), run_check=False)
 
     def owner(self) -> Tensor:
         """Return this rank's number with a node axis, saved so that another rank's state is recognised."""
@@ -194,10 +161,9 @@ class NodeAxis:
     def check_owner(self, owner: Tensor) -> None:
         """Raise if the state is another rank's; a state of all ranks is fine."""
         if self.is_own(owner) and int(local(owner)) != self._topology.rank:
-            raise InvalidArgumentError(
-                f"this state was saved by rank {int(local(owner))}, but this is rank {self._topology.rank}: "
-                f"momenta differ from node to node. Save and load on every rank, each its own file, or save by "
-                f"torch.distributed.checkpoint, which keeps them apart."
+            raise flexcomm.InvalidArgumentError(
+                f"this state was saved by rank {int(local(owner))}, but this is rank {self._topology.rank}: let every "
+                f"rank save and load a file of its own, or use flexdemo.save_checkpoint."
             )
 
     def is_own(self, stacked: Tensor) -> bool:
@@ -212,85 +178,70 @@ class NodeAxis:
         other_nodes: OtherNodes,
         reshard: Callable[[Tensor, int, int], Tensor] | None = None,
     ) -> Tensor:
-        """Return this rank's tensor of that shape.
-
-        ``reshard(rows, ranks, rank)`` cuts what another number of ranks per node saved; without, that is an error.
-        """
-        numel, here = math.prod(shape), self._topology
-        rows = self._rows_of(stacked, name, other_nodes)
-        mine: Tensor | None = None
+        """Return this rank's tensor of that shape; ``reshard`` cuts what another number of ranks per node saved."""
+        (nodes, ranks, length), here, numel = stacked.shape, self._topology, math.prod(shape)
         if self.is_own(stacked):
-            mine = rows[0]
-        elif len(rows) == here.local_size:
-            mine = rows[here.local_rank]
-        elif reshard is not None:
-            resharded = reshard(rows, here.local_size, here.local_rank)
-            mine = resharded.reshape(-1) if tuple(resharded.shape) == shape else None
-        if mine is None or mine.numel() < numel:
-            raise InvalidArgumentError(
-                f"the saved {name} has {len(rows)} rows of {rows.shape[1]} elements a node, but this rank needs "
-                f"{numel}, and how to cut them anew cannot be told: parameters, compressor or ranks per node changed. "
-                f"Load with the same, or without the optimizer's state."
-            )
-        return mine[:numel].reshape(shape)
-
-    def _rows_of(self, stacked: Tensor, name: str, other_nodes: OtherNodes) -> Tensor:
-        """Return the rows that were saved for this node: this rank's own, or those of all ranks if they are there."""
-        nodes, ranks, length = stacked.shape
-        if self.is_own(stacked):
-            return local(stacked).view(1, length)
-        if isinstance(stacked, DTensor):
-            raise InvalidArgumentError(
+            rows = local(stacked)[0].expand(here.local_size, length)
+        elif isinstance(stacked, DTensor):
+            raise flexcomm.InvalidArgumentError(
                 f"the saved {name} is of {nodes} x {ranks} ranks, of which only one row is here: load by "
                 f"flexdemo.load_checkpoint, which reads them all."
             )
-        if nodes == self._topology.nodes:
-            return stacked[self._topology.node]
-        if other_nodes == "reset":
-            return stacked.new_zeros(ranks, length)
-        if other_nodes == "mean":
-            return stacked.mean(dim=0)
-        raise InvalidArgumentError(
-            f"the saved {name} is of {nodes} nodes, but there are {self._topology.nodes} now. Load with "
-            f"other_nodes='mean', which gives every node the mean of all, or 'reset', which begins at zero."
-        )
+        elif nodes == here.nodes:
+            rows = stacked[here.node]
+        elif other_nodes == "reset":
+            rows = stacked.new_zeros(ranks, length)
+        elif other_nodes == "mean":
+            rows = stacked.mean(dim=0)
+        else:
+            raise flexcomm.InvalidArgumentError(
+                f"the saved {name} is of {nodes} nodes, but there are {here.nodes} now. Load with other_nodes='mean', "
+                f"which gives every node the mean of all, or 'reset', which begins at zero."
+            )
+        mine: Tensor | None = None
+        if len(rows) == here.local_size:
+            mine = rows[here.local_rank, :numel]
+        elif reshard is not None:
+            mine = reshard(rows, here.local_size, here.local_rank)
+        if mine is None or mine.shape not in ((numel,), shape):
+            raise flexcomm.InvalidArgumentError(
+                f"the saved {name} has {len(rows)} rows of {length} elements, but this rank needs {numel}. Load with "
+                f"the same parameters, compressor and ranks per node, or without the optimizer's state."
+            )
+        return mine.reshape(shape)
+
+    def stacked_state(self, state: dict[str, Any], length: int) -> dict[str, Any]:
+        """Return a parameter's state, of up to ``length`` elements, with a node axis; counters, too."""
+        own: dict[str, Any] = {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                own[key] = value
+            elif value.dim():
+                own[key] = self.stacked(local(value), length)
+            else:
+                own[f"{key}{_SCALAR}"] = self.stacked(value, 1)
+        return own
+
+    def take_state_(self, saved: dict[str, Any], param: Parameter, other_nodes: OtherNodes) -> None:
+        """Replace tensors that :meth:`stacked_state` made by this rank's own."""
+        for key in [key for key, value in saved.items() if isinstance(value, Tensor)]:
+            value, name = saved.pop(key), key.removesuffix(_SCALAR)
+            if name != key:
+                saved[name] = self.taken(value, (), key, other_nodes)
+            else:
+                saved[key] = wrapped_like(self.taken(value, local(param).shape, key, other_nodes), param)
 
 
-def longest_on_node(lengths: Iterable[int], world: World) -> list[int]:
+def longest_on_node(lengths: Iterable[int], world: flexcomm.World) -> list[int]:
     """Return, number by number, the largest that any rank of this node has."""
     mine = torch.tensor(list(lengths), dtype=torch.int64, device=world.device)
-    longest: list[int] = world.intra.all_gather(mine).wait().amax(dim=0).tolist()
-    return longest
-
-
-def stacked_state(axis: NodeAxis, state: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return a parameter's state, of up to ``length`` elements, with a node axis. Counters, too: nodes may differ."""
-    own: dict[str, Any] = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            own[key] = value
-        elif value.dim():
-            own[key] = axis.stacked(local(value), length)
-        else:
-            own[f"{key}{_SCALAR}"] = axis.stacked(value, 1)
-    return own
-
-
-def take_state_(axis: NodeAxis, saved: dict[str, Any], param: Parameter, other_nodes: OtherNodes) -> None:
-    """Replace tensors that :func:`stacked_state` made by this rank's own."""
-    shape = local(param).shape
-    for key in [key for key, value in saved.items() if isinstance(value, Tensor)]:
-        value = saved.pop(key)
-        if key.endswith(_SCALAR):
-            saved[key.removesuffix(_SCALAR)] = axis.taken(value, (), key, other_nodes)
-        else:
-            saved[key] = wrapped_like(axis.taken(value, shape, key, other_nodes), param)
+    return list(world.intra.all_gather(mine).wait().amax(dim=0).tolist())
 
 
 def required(saved: dict[str, Any], key: str) -> Tensor:
     """Remove a tensor from a parameter's saved state and return it; raise if it is not there."""
     if key not in saved:
-        raise InvalidArgumentError(
+        raise flexcomm.InvalidArgumentError(
             f"the state to be loaded has no {key}, but {', '.join(map(str, saved)) or 'nothing'}: it was saved by "
             f"another optimizer, or by one with other settings, such as sync_every, outer, compressor or schedule."
         )
@@ -301,22 +252,20 @@ def required(saved: dict[str, Any], key: str) -> Tensor:
 def check_sizes(saved: list[dict[str, Any]], groups: list[Group]) -> None:
     sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes[0] != sizes[1]:
-        raise InvalidArgumentError(
+        raise flexcomm.InvalidArgumentError(
             f"the state to be loaded has groups of {sizes[0]} parameters, but this optimizer has {sizes[1]}."
         )
 
 
-class StateEntry(NamedTuple):
-    """The residual of one tensor on this rank; ``length`` is the longest on this node.
+class ResidualShard(NamedTuple):
+    """The residual of one tensor on this rank, if that has a ``shard``; the longest on this node has ``length``."""
 
-    Without a shard this rank has none. Without ``unsharded`` it cannot be cut anew.
-    """
-
-    residuals: Residuals
+    residuals: flexcomm.Residuals
     device: torch.device
-    shard: TensorShard | None
+    shard: flexcomm.TensorShard | None
     length: int
     unsharded: UnshardedTensor | None
+    """None if it cannot be cut anew."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -333,34 +282,34 @@ class StateEntry(NamedTuple):
         return axis.taken(saved, self.shape, name, other_nodes, reshard)
 
 
-def load_residuals(taken: Iterable[tuple[StateEntry, Tensor]]) -> None:
+def load_residuals(taken: Iterable[tuple[ResidualShard, Tensor]]) -> None:
     """Load what was taken; if taking raises, nothing has changed."""
-    states: dict[Residuals, dict[str, Tensor]] = {}
-    for entry, state in taken:
-        by_name = states.setdefault(entry.residuals, {})
-        if entry.shard is not None:
-            by_name[entry.shard.spec.name] = state
+    states: dict[flexcomm.Residuals, dict[str, Tensor]] = {}
+    for (residuals, _, shard, _, _), state in taken:
+        by_name = states.setdefault(residuals, {})
+        if shard is not None:
+            by_name[shard.spec.name] = state
     for residuals, by_name in states.items():
         residuals.load_state_dict(by_name)
 
 
-def find_entries(
-    bucket: Bucket, exchange: BucketExchange, tensors: Sequence[Tensor], compressor: Compressor
-) -> list[StateEntry]:
-    """Return the entries of a bucket's tensors; none without residuals. All ranks of a node call it together."""
-    residuals = exchange.residuals_of(bucket)
+def residual_shards(bucket: Bucket, sync: GradientSync, compressor: flexcomm.Compressor) -> list[ResidualShard]:
+    """Return those of a bucket's tensors; none without residuals. All ranks of a node call it together."""
+    residuals = sync.residuals_of(bucket)
     if residuals is None:
         return []
-    shards = exchange.shards_of(bucket, list(tensors), compressor)
-    mine = [0 if shard is None else math.prod(shard.plan.state_shape) for shard in shards]
-    found = zip(tensors, bucket.params, bucket.names, shards, longest_on_node(mine, exchange.world), strict=True)
+    shards = sync.shards_of(bucket, compressor)
+    numels = [0 if shard is None else math.prod(shard.plan.state_shape) for shard in shards]
+    found = zip(bucket.params, bucket.specs, shards, longest_on_node(numels, sync.world), strict=True)
     return [
-        StateEntry(residuals, x.device, shard, length, _find_unsharded(param, name, x.dtype, compressor))
-        for x, param, name, shard, length in found
+        ResidualShard(residuals, bucket.device, shard, length, _find_unsharded(param, spec, compressor))
+        for param, spec, shard, length in found
     ]
 
 
-def _find_unsharded(param: Tensor, name: str, dtype: torch.dtype, compressor: Compressor) -> UnshardedTensor | None:
+def _find_unsharded(
+    param: Parameter, spec: flexcomm.TensorSpec, compressor: flexcomm.Compressor
+) -> UnshardedTensor | None:
     """Return a parameter as it is before it is cut; None if that cannot be known, as of a flat one."""
     dim = None
     if isinstance(param, DTensor):
@@ -368,15 +317,15 @@ def _find_unsharded(param: Tensor, name: str, dtype: torch.dtype, compressor: Co
         if others or not isinstance(placement, Shard):
             return None
         dim = placement.dim
-    spec = TensorSpec(name, tuple(param.shape), dtype)
+    spec = spec._replace(shape=tuple(param.shape))
     return None if isinstance(param, FlatParameter) else UnshardedTensor(spec, compressor, dim)
 
 
 class UnshardedTensor(NamedTuple):
     """A tensor before it is cut among the ranks of a node: along ``dim`` by FSDP, or, if None, by flexcomm."""
 
-    spec: TensorSpec
-    compressor: Compressor
+    spec: flexcomm.TensorSpec
+    compressor: flexcomm.Compressor
     dim: int | None
 
     def reshard(self, rows: Tensor, ranks: int, rank: int) -> Tensor:
@@ -388,7 +337,7 @@ class UnshardedTensor(NamedTuple):
             elements, plan = shard
             numel = math.prod(plan.state_shape)
             if row.numel() < numel:
-                raise InvalidArgumentError(
+                raise flexcomm.InvalidArgumentError(
                     f"the residual saved of {self.spec.name} has {row.numel()} coefficients where {numel} are needed: "
                     f"it is of another model, or of another compressor."
                 )
@@ -396,13 +345,13 @@ class UnshardedTensor(NamedTuple):
         mine = self.shards(whole, ranks)[rank]
         return rows.new_zeros(0, 0) if mine is None else accumulate(*mine)
 
-    def shards(self, whole: Tensor, ranks: int) -> list[tuple[Tensor, TensorPlan] | None]:
+    def shards(self, whole: Tensor, ranks: int) -> list[tuple[Tensor, flexcomm.TensorPlan] | None]:
         """Return what each rank holds of ``whole``, as a view, and its plan; None if it holds nothing."""
         if self.dim is None:
-            cut = shard_tensor(self.spec, plan_tensor(self.spec, self.compressor), ranks)
+            cut = flexcomm.shard_tensor(self.spec, flexcomm.plan_tensor(self.spec, self.compressor), ranks)
             return [None if one is None else (whole.view(-1)[one.first : one.last], one.plan) for one in cut]
         # As FSDP cuts it: all of one size, the last ones what is left.
         size = -(-self.spec.shape[self.dim] // ranks)
         views = whole.tensor_split([rank * size for rank in range(1, ranks)], self.dim)
         specs = [self.spec._replace(shape=tuple(view.shape)) for view in views]
-        return [(view, plan_tensor(spec, self.compressor)) for view, spec in zip(views, specs, strict=True)]
+        return [(view, flexcomm.plan_tensor(spec, self.compressor)) for view, spec in zip(views, specs, strict=True)]

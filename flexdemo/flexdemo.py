@@ -6,12 +6,11 @@ from itertools import pairwise
 from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from flexcomm import BUCKET_BYTES, Average, Compressor, Epilogue, NonFinitePolicy, World, apply_epilogue_, demo
 from flexdemo.base import NodeOptimizer
-from flexdemo.gradients import Averages, Bucket, CompressionSettings
+from flexdemo.gradients import Averages, Bucket, CompressionSettings, FusedStep
 from flexdemo.local_steps import OuterOptimizer
 from flexdemo.parameters import ABOVE_0_TO_1, AT_LEAST_0, FROM_0_TO_1, Group, local, one_of
 
@@ -22,12 +21,12 @@ class FlexDeMo(NodeOptimizer):
     """Decoupled momentum between nodes (DeMo, arXiv 2411.19870; FlexDeMo, arXiv 2502.06728).
 
     Every node keeps ``m = decay * m + lr * gradient``, sends what ``compressor`` selects of it, takes ``alpha`` of that
-    out of ``m``, and moves by the average of what all nodes sent: by its sign times ``lr``, or with ``update="plain"``
-    by itself. Replicas hold the same bits after every step. docs/training.md says what fits which model.
+    out of ``m``, and moves by the average of what all nodes sent, or by its sign times ``lr``. Replicas hold the same
+    bits after every step. docs/training.md says what fits which model.
 
     Args:
-        params: parameters, named parameters or parameter groups, as torch's optimizers take them. Groups may differ in
-            ``lr``, ``decay``, ``weight_decay``, ``alpha``, ``update`` and ``compressor``.
+        params: parameters, named parameters or parameter groups, which may differ in ``lr``, ``decay``,
+            ``weight_decay``, ``alpha``, ``update`` and ``compressor``.
         lr: the learning rate.
         compressor: what is sent of the momentum; ``flexcomm.demo()``, if none is given.
         world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
@@ -41,10 +40,9 @@ class FlexDeMo(NodeOptimizer):
         overlap: start the exchange of a bucket during backward, as soon as its gradients are ready.
         nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` the step, or be ``"zero"``.
         bucket_bytes: dense bytes of gradients that travel together in one collective.
-        node_averaged: whether gradients are averaged inside the node before the optimizer sees them; found out from
-            the parameters (FSDP's shards are), if not given.
-        exact_rollback: keep a second copy of the momentum, so that a step that fails leaves it bit for bit; else it is
-            restored to rounding, see :class:`flexcomm.Residuals`. With ``overlap`` it is always kept.
+        node_averaged: whether gradients are averaged inside the node before; if not given, those of FSDP's shards are.
+        exact_rollback: keep a second copy of the momentum, as ``overlap`` does, so that a step that fails leaves it bit
+            for bit; else it is restored to rounding, see :class:`flexcomm.Residuals`.
 
     Raises:
         InvalidArgumentError: a setting makes no sense; it says which, and what it must be.
@@ -52,16 +50,13 @@ class FlexDeMo(NodeOptimizer):
 
     Example:
         >>> import torch, flexcomm, flexdemo
+        >>> param = torch.nn.Parameter(torch.zeros(2))
         >>> with flexcomm.connect() as world:
-        ...     model = torch.nn.Linear(8, 1, bias=False)
-        ...     torch.nn.init.zeros_(model.weight)
-        ...     optimizer = flexdemo.FlexDeMo(model.parameters(), lr=0.5, compressor=flexcomm.dense(), world=world)
-        ...     model(torch.ones(8)).backward()
+        ...     optimizer = flexdemo.FlexDeMo([param], lr=0.5, compressor=flexcomm.dense(), world=world)
+        ...     param.sum().backward()
         ...     optimizer.step()
-        ...     model.weight.data
-        Parameter containing:
-        tensor([[0., 0., 0., 0., 0., 0., 0., 0.]], requires_grad=True)
-        tensor([[-0.5000, -0.5000, -0.5000, -0.5000, -0.5000, -0.5000, -0.5000, -0.5000]])
+        >>> param.data
+        tensor([-0.5000, -0.5000])
 
     """
 
@@ -93,20 +88,11 @@ class FlexDeMo(NodeOptimizer):
         node_averaged: bool | None = None,
         exact_rollback: bool = False,
     ) -> None:
-        self._stepped: set[Bucket] = set()
-        """The buckets whose parameters kernels step."""
-        defaults = {
-            "lr": lr,
-            "decay": decay,
-            "weight_decay": weight_decay,
-            "alpha": alpha,
-            "update": update,
-            "compressor": demo() if compressor is None else compressor,
-            "node_averaged": node_averaged,
-        }
+        defaults = {"lr": lr, "decay": decay, "weight_decay": weight_decay, "alpha": alpha, "update": update}
+        compressor = demo() if compressor is None else compressor
         super().__init__(
             params,
-            defaults,
+            {**defaults, "compressor": compressor, "node_averaged": node_averaged},
             world,
             average=average,
             nonfinite=nonfinite,
@@ -120,10 +106,8 @@ class FlexDeMo(NodeOptimizer):
     def _sync_settings(self, group: Group) -> CompressionSettings:
         return CompressionSettings(group["compressor"], group["decay"], float(group["lr"]), group["alpha"])
 
-    def _outputs(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor] | None:
-        """Return the parameters, for kernels to step; None where they cannot: then :meth:`_apply` does."""
+    def _fused_step(self, bucket: Bucket, gradients: list[Tensor]) -> FusedStep | None:
         params = [local(param) for param in bucket.params]
-        self._stepped.discard(bucket)
         fits = [x.is_contiguous() and x.dtype == g.dtype for x, g in zip(params, gradients, strict=True)]
         # Overlapped, parameters may change until they step.
         if self._overlap or False in fits:
@@ -131,24 +115,15 @@ class FlexDeMo(NodeOptimizer):
         spans = sorted((x.data_ptr(), x.nbytes) for x in params if x.numel())
         if any(begin + nbytes > after for (begin, nbytes), (after, _) in pairwise(spans)):
             return None  # parameters that share memory
-        self._stepped.add(bucket)
-        return params
+        return params, self._epilogue_of(bucket)
 
-    def _epilogue(self, bucket: Bucket) -> Epilogue:
-        return self._step_of(bucket) if bucket in self._stepped else Epilogue()
+    def _apply(self, averages: Averages) -> None:
+        for bucket, tensors in averages.items():
+            for param, average in zip(bucket.params, tensors, strict=True):
+                apply_epilogue_(local(param), average, self._epilogue_of(bucket))
 
-    def _step_of(self, bucket: Bucket) -> Epilogue:
+    def _epilogue_of(self, bucket: Bucket) -> Epilogue:
         group = self.param_groups[bucket.group]
         lr, keep = float(group["lr"]), 1.0 - float(group["lr"]) * group["weight_decay"]
         # The learning rate is in the momentum: in a plain step, once is enough.
         return Epilogue("sign_step" if group["update"] == "sign" else "plain_step", lr, keep)
-
-    def _apply(self, averages: Averages) -> None:
-        """Step the parameters that kernels did not step while decoding."""
-        for bucket, outputs in averages.items():
-            if bucket in self._stepped:
-                # Kernels know nothing of autograd, which looks whether what it saved is still what it was.
-                increment_version(bucket.params)
-                continue
-            for param, average in zip(bucket.params, outputs, strict=True):
-                apply_epilogue_(local(param), average, self._step_of(bucket))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flexcomm import InvalidArgumentError, NonFinitePolicy, World
-from flexdemo.gradients import BucketExchange, CompressionSettings, bucket_parameters
+from flexdemo.gradients import CompressionSettings, GradientSync, bucket_parameters
 from flexdemo.parameters import Group, local
 
 
@@ -39,23 +39,15 @@ class OuterOptimizer:
 
 
 class LocalSteps:
-    """The parameters all nodes had after the last outer step (``anchors``), and the next outer step.
+    """Outer steps: each node's difference from ``anchors``, the parameters of the last one, is compressed and averaged.
 
-    The difference of each node from them is compressed and averaged, and all nodes move from the anchors by the
-    average, to the same bits. What was not sent is added to the next difference.
+    All nodes move from the anchors by the average, to the same bits. What was not sent is added to the next difference.
     """
 
     def __init__(
-        self, world: World, outer: OuterOptimizer | None, nonfinite: NonFinitePolicy, *, exact_rollback: bool
+        self, world: World, outer: OuterOptimizer | None, nonfinite: NonFinitePolicy, exact_rollback: bool
     ) -> None:
-        self.exchange = BucketExchange(
-            world,
-            average="nodes",
-            nonfinite=nonfinite,
-            has_residuals=True,
-            in_background=False,
-            exact_rollback=exact_rollback,
-        )
+        self.sync = GradientSync(world, average="nodes", nonfinite=nonfinite, exact_rollback=exact_rollback)
         self.anchors: dict[Parameter, Tensor] = {}
         self.velocities: dict[Parameter, Tensor] = {}
         self._outer = outer
@@ -68,15 +60,15 @@ class LocalSteps:
                 if self._outer is not None:
                     self.velocities[param] = torch.zeros_like(self.anchors[param])
         # Also what is frozen by now: nodes may have gone apart on it before.
-        self.exchange.set_buckets(bucket_parameters(groups, bucket_bytes, self.anchors.__contains__))
+        self.sync.set_buckets(bucket_parameters(groups, bucket_bytes, self.anchors.__contains__))
 
     def outer_step(self, groups: list[Group], number: int) -> None:
         """Move all nodes together, for the ``number``-th time."""
-        for bucket in self.exchange.buckets:
+        for bucket in self.sync.buckets:
             anchors = [self.anchors[param] for param in bucket.params]
             moved = list(torch._foreach_sub(anchors, [local(param) for param in bucket.params]))
-            self.exchange.start(bucket, moved, CompressionSettings(groups[bucket.group]["compressor"]), number)
-        for bucket, averages in (self.exchange.finish() or {}).items():
+            self.sync.start(bucket, moved, CompressionSettings(groups[bucket.group]["compressor"]), number)
+        for bucket, averages in (self.sync.finish() or {}).items():
             anchors, outer = [self.anchors[param] for param in bucket.params], self._outer
             if outer is None:
                 torch._foreach_sub_(anchors, averages)

@@ -42,10 +42,7 @@ def check_settings(settings: Group, rules: dict[str, Rule]) -> None:
 
 
 def names_of(groups: list[Group]) -> list[list[str]]:
-    """Return the names of each group's parameters: those that the user gave, else their numbers.
-
-    Numbers count through all groups, as torch's ``state_dict`` does.
-    """
+    """Return the names of each group's parameters: the user's, or numbers that count through all groups, as torch's."""
     numbers = map(str, count())
     numbered = [list(islice(numbers, len(group["params"]))) for group in groups]
     return [list(group.get("param_names", names)) for group, names in zip(groups, numbered, strict=True)]
@@ -97,18 +94,14 @@ def check_sharded_ranks(ranks: list[int], name: str, topology: Topology) -> None
     node = topology.members[topology.node]
     if sorted(ranks) != sorted(node):
         raise TopologyError(
-            f"{name} is spread over ranks {sorted(ranks)}, but this node has {list(node)}: its gradients would be "
-            f"averaged between nodes by torch, or not by all ranks of the node. Shard over the whole node and no more: "
-            f"fully_shard(model, mesh=mesh['shard']) with the one axis of a mesh whose ranks share a node, or FSDP1 "
-            f"with the process_group of the node's ranks."
+            f"{name} is spread over ranks {sorted(ranks)}, but this node has {list(node)}. Shard over all of these and "
+            f"no others: by fully_shard(model, mesh=mesh['shard']) with a mesh axis whose ranks share a node, or by "
+            f"FSDP1 with the process_group of the node's ranks."
         )
 
 
 def broadcast_parameters_(tensors: Iterable[Tensor], world: World, *, are_shards: bool | None = None) -> None:
-    """Copy every shard from the same local rank of node 0, and every other tensor from its first rank.
-
-    ``are_shards`` overrules what the tensors' types say.
-    """
+    """Copy every shard from the same local rank of node 0, and every other tensor from its first rank."""
     for tensor in tensors:
         here, is_shard = local(tensor), is_sharded(tensor) if are_shards is None else are_shards
         if world.inter.size > 1:

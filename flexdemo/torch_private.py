@@ -1,8 +1,4 @@
-"""All that flexdemo uses of torch and torch keeps private.
-
-Nothing else in this package touches a private name of torch, but for ``torch._foreach_*``: torch's own optimizers are
-written with these functions, and so are those of other libraries.
-"""
+"""All that flexdemo uses of torch and torch keeps private, but for ``torch._foreach_*``."""
 
 from __future__ import annotations
 
@@ -47,7 +43,6 @@ def mesh_without_groups(device_type: str, ranks: Sequence[Sequence[int]], names:
 class ParamGroup:
     """FSDP2's parameters whose gradients lie one behind the other, in this order, in one reduce-scatter.
 
-    FSDPModule has setters for most of this, but no getters.
     ``params``: the elements that each takes of the flat gradient, padding included.
     ``scales_gradients``: ``set_gradient_divide_factor`` or ``set_force_sum_reduction_for_comms`` was called.
     ``reduces_unused``: what ``set_reduce_scatter_unused_params`` was last called with.
@@ -83,10 +78,10 @@ def param_groups_of(unit: FSDPModule) -> list[ParamGroup]:
     return groups
 
 
-def flat_params_of(unit: FullyShardedDataParallel) -> list[FlatParameter]:
-    """Return a unit's flat parameter; none if all it wraps is wrapped again inside."""
+def flat_param_of(unit: FullyShardedDataParallel) -> FlatParameter | None:
+    """Return a unit's flat parameter; None if all it wraps is wrapped again inside."""
     handle = private(unit, "_handle")
-    return [] if handle is None else [private(handle, "flat_param")]
+    return None if handle is None else private(handle, "flat_param")
 
 
 def set_comm_hook_state(unit: FullyShardedDataParallel, state: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,9 +25,9 @@ class DistributedOptimizer(NodeOptimizer):
     ``sync_every`` steps is compressed and averaged, by ``outer`` if given. What is not sent waits for the next time.
 
     Args:
-        optimizer: torch's optimizer, or several with different parameters. Groups and learning rates are theirs, in
-            order; learning rate schedulers want this object. Groups may differ in ``compressor``, ``residual_decay``
-            and ``residual_alpha``.
+        optimizer: torch's optimizer, or several with different parameters, whose groups are used in order; learning
+            rate schedulers want this object. Groups may differ in ``compressor``, ``residual_decay`` and
+            ``residual_alpha``.
         compressor: what is sent between nodes.
         world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
         sync: nodes exchange ``"gradients"``, or ``"steps"`` that each took by itself.
@@ -39,8 +39,7 @@ class DistributedOptimizer(NodeOptimizer):
         overlap: start the exchange of a bucket during backward, as soon as its gradients are ready.
         nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` the step, or be ``"zero"``.
         bucket_bytes: dense bytes of gradients that travel together in one collective.
-        node_averaged: whether gradients are averaged inside the node before the optimizer sees them; found out from
-            the parameters, if not given.
+        node_averaged: whether gradients are averaged inside the node before; if not given, those of FSDP's shards are.
 
     Example:
         >>> import torch, flexcomm, flexdemo
@@ -84,15 +83,11 @@ class DistributedOptimizer(NodeOptimizer):
                 "decay, alpha and average are for gradients: where nodes exchange steps, nothing of them may be lost."
             )
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._inner = Inner(optimizers, [len(one.param_groups) for one in optimizers])
+        self._inner = Inner(optimizers)
+        defaults = {"residual_decay": decay, "residual_alpha": alpha, "node_averaged": node_averaged}
         super().__init__(
             [group for one in optimizers for group in one.param_groups],
-            {
-                "compressor": compressor,
-                "residual_decay": decay,
-                "residual_alpha": alpha,
-                "node_averaged": node_averaged,
-            },
+            {"compressor": compressor, **defaults},
             world,
             average=average,
             nonfinite=nonfinite,
@@ -102,12 +97,13 @@ class DistributedOptimizer(NodeOptimizer):
             outer=outer,
             overlap=overlap,
         )
-        self._inner.take_over_state(self)
+        for one in optimizers:
+            self.state.update(one.state)
         self.defaults |= optimizers[-1].defaults
 
     def state_dict(self) -> dict[str, Any]:
         initial = self._inner.initial_states(self)
-        # Only while it is saved: at the first step the inner optimizer makes its own.
+        # A checkpoint needs all keys; only while it is saved: at the first step the inner optimizer makes its own.
         self.state.update(initial)
         saved = super().state_dict()
         self.state.update({param: {} for param in initial})
@@ -117,15 +113,22 @@ class DistributedOptimizer(NodeOptimizer):
         return CompressionSettings(group["compressor"], group["residual_decay"], 1.0, group["residual_alpha"])
 
     def _apply(self, averages: Averages) -> None:
-        self._inner.apply(self, averages)
+        """Take the inner step with the averages as gradients; afterwards ``.grad`` is what it was."""
+        own = [(param, param.grad) for group in self.param_groups for param in group["params"]]
+        for param, _ in own:
+            param.grad = None
+        for bucket, tensors in averages.items():
+            for param, average in zip(bucket.params, tensors, strict=True):
+                param.grad = wrapped_like(average, param)
+        try:
+            self._inner.step(self)
+        finally:
+            for param, gradient in own:
+                param.grad = gradient
 
 
 class FlexDeMoAdamW(DistributedOptimizer):
-    """torch's AdamW on gradients, or of steps, that nodes exchange as far as ``compressor`` sends them.
-
-    ``decay * residual + gradient`` is compressed and, averaged over nodes, taken for the gradient by torch's own AdamW.
-    With ``sync="steps"`` every node takes AdamW's step on its own gradients, and how far it moved is compressed and
-    averaged instead; with ``sync_every=n`` that of n steps, by ``outer`` if given: DiLoCo (arXiv 2311.08105).
+    """:class:`DistributedOptimizer` of torch's AdamW; with ``sync_every`` and ``outer``, DiLoCo (arXiv 2311.08105).
 
     Args:
         params: parameters, named parameters or parameter groups, as torch's optimizers take them.
@@ -144,8 +147,7 @@ class FlexDeMoAdamW(DistributedOptimizer):
         overlap: start the exchange of a bucket during backward, as soon as its gradients are ready.
         nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` the step, or be ``"zero"``.
         bucket_bytes: dense bytes of gradients that travel together in one collective.
-        node_averaged: whether gradients are averaged inside the node before the optimizer sees them; found out from
-            the parameters, if not given.
+        node_averaged: whether gradients are averaged inside the node before; if not given, those of FSDP's shards are.
         foreach: as for torch's AdamW.
         fused: as for torch's AdamW.
 
@@ -201,36 +203,28 @@ class FlexDeMoAdamW(DistributedOptimizer):
 
 
 class Inner:
-    """torch's optimizers inside ``owner``, whose parameter groups and state they use.
+    """torch's optimizers inside ``owner``, whose parameter groups and state they use."""
 
-    ``counts`` are the numbers of groups that belong to each of them, in order.
-    """
-
-    def __init__(self, optimizers: Iterable[Optimizer], counts: Iterable[int]) -> None:
-        self._optimizers, self._counts = list(optimizers), list(counts)
-        if any(isinstance(one, LBFGS) for one in self._optimizers):
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        # Groups that are added later belong to the last optimizer.
+        self._counts = [*(len(one.param_groups) for one in optimizers[:-1]), None]
+        if any(isinstance(one, LBFGS) for one in optimizers):
             raise InvalidArgumentError("LBFGS calls a closure several times a step, and cannot be exchanged.")
-
-    def take_over_state(self, owner: Optimizer) -> None:
-        for optimizer in self._optimizers:
-            owner.state.update(optimizer.state)
 
     @torch.no_grad()
     def initial_states(self, owner: Optimizer) -> dict[Tensor, dict[str, Any]]:
-        """Return initial states for parameters that have none, so that a checkpoint has all keys.
-
-        They come from a step with zero gradients, after which parameters and states are restored.
-        """
+        """Return states for parameters that have none, as a step with zero gradients makes them; it is taken back."""
         params = [param for group in owner.param_groups for param in group["params"]]
         new = {param for param in params if not owner.state[param]}
         if not new:
             return {}
-        kept = [(param, param.grad, local(param).clone(), owner.state[param]) for param in params]
+        before = [(param, param.grad, local(param).clone(), owner.state[param]) for param in params]
         for param in params:
             param.grad = torch.zeros_like(param) if param in new else None
-        self._step(owner)
+        self.step(owner)
         found = {param: owner.state[param] for param in params if param in new}
-        for param, gradient, value, state in kept:
+        for param, gradient, value, state in before:
             param.grad, owner.state[param] = gradient, state
             local(param).copy_(value)
         for state in found.values():
@@ -238,24 +232,9 @@ class Inner:
                 state["step"].zero_()
         return found
 
-    def apply(self, owner: Optimizer, averages: Averages) -> None:
-        """Take a step with the averages as gradients; afterwards ``.grad`` is what it was."""
-        own = [(param, param.grad) for group in owner.param_groups for param in group["params"]]
-        for param, _ in own:
-            param.grad = None
-        for bucket, tensors in averages.items():
-            for param, average in zip(bucket.params, tensors, strict=True):
-                param.grad = wrapped_like(average, param)
-        try:
-            self._step(owner)
-        finally:
-            for param, gradient in own:
-                param.grad = gradient
-
-    def _step(self, owner: Optimizer) -> None:
+    def step(self, owner: Optimizer) -> None:
         groups = owner.param_groups
-        # Groups that were added later belong to the last optimizer.
-        for optimizer, count in zip(self._optimizers, [*self._counts[:-1], None], strict=True):
+        for optimizer, count in zip(self._optimizers, self._counts, strict=True):
             # Again each time: torch replaces both when a state is loaded.
             optimizer.param_groups, optimizer.state = groups[:count], owner.state
             optimizer.step()

@@ -13,15 +13,7 @@ from torch.nn import Parameter
 
 from flexcomm import Compressor, InvalidArgumentError, MixHandle, MixResiduals, MixResult, PushSum, World, start_mix
 from flexcomm.gossip import ScheduleLike, complete, plan_mix, round_of
-from flexdemo.checkpoint import (
-    NodeAxis,
-    OtherNodes,
-    check_sizes,
-    longest_on_node,
-    required,
-    stacked_state,
-    take_state_,
-)
+from flexdemo.checkpoint import NodeAxis, OtherNodes, check_sizes, longest_on_node, required
 from flexdemo.gradients import Bucket
 from flexdemo.parameters import Group, local
 from flexdemo.torch_private import version_of
@@ -216,7 +208,7 @@ def save_replica_(
     for bucket in buckets:
         for param, length in zip(bucket.params, bucket.lengths, strict=True):
             here = {HERE: axis.stacked(local(param), length), OWNER: axis.owner()}
-            states[numbers[param]] = stacked_state(axis, states.get(numbers[param], {}), length) | here
+            states[numbers[param]] = axis.stacked_state(states.get(numbers[param], {}), length) | here
         first = states[numbers[bucket.params[0]]]
         if bucket.residuals is not None:
             residuals = bucket.residuals.state_dict()
@@ -251,7 +243,7 @@ def load_replica_(
             # Reset, new replicas start from the parameters that the model has.
             if other_nodes != "reset" or axis.is_own(value):
                 commits.append(partial(here.copy_, axis.taken(value, here.shape, HERE, other_nodes)))
-            take_state_(axis, saved, param, other_nodes)
+            axis.take_state_(saved, param, other_nodes)
         commits += commits_of_bucket
     with torch.no_grad():
         for commit in commits:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from flexcomm import BUCKET_BYTES, Compressor, InvalidArgumentError, World, default_world, mix
 from flexcomm.gossip import ScheduleLike, base, complete
 from flexdemo.accumulated import AccumAdam
-from flexdemo.checkpoint import FromOtherNodes, NodeAxis, OtherNodes
+from flexdemo.checkpoint import DEFAULT_OTHER_NODES, NodeAxis, OtherNodes
 from flexdemo.decentralized.buckets import (
     MixBucket,
     clip_,
@@ -36,7 +36,7 @@ Order = Literal["mix-then-step", "step-then-mix"]
 Overlap = Literal["step", "backward", "none"]
 
 
-class DecentralizedOptimizer(FromOtherNodes, Optimizer):
+class DecentralizedOptimizer(Optimizer):
     """Steps torch's ``optimizer`` on every replica, and mixes parameters with those of a few other nodes at a time.
 
     ``x <- W x - lr * d(x)`` (D-PSGD and decentralized Adam, arXiv 2410.11998). ``d`` is the step of ``optimizer`` on
@@ -104,14 +104,14 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._gamma, self._compressor, self._max_norm, self._control = gamma, compressor, max_norm, control
         self._order, self._overlap, self._bucket_bytes = order, overlap, bucket_bytes
         self._optimizer = optimizer
-        self._inner = Inner([optimizer], [len(optimizer.param_groups)])
+        self._inner = Inner([optimizer])
         self._axis = NodeAxis(self._world)
         self._trained: set[Parameter] = set()
         self._mix_buckets: dict[Bucket, MixBucket] = {}
         self._ready = ReadyBuckets(self._advance)
         self._skips = self._is_ready = False
         super().__init__(optimizer.param_groups, {"step": 0, "mixes": 0, **INITIAL_STATE})
-        self._inner.take_over_state(self)
+        self.state.update(optimizer.state)
         self.defaults |= optimizer.defaults
         self._is_ready = True
         self._refresh()
@@ -136,11 +136,8 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._refresh()
         self._prepare_gradients()
         try:
-            self._ready.check_unchanged()
-            for bucket in self._ready.take_rest():
-                self._advance(bucket)
+            self._ready.launch_rest()
         finally:
-            self._ready.reset()
             self._skips = False
         self._finish_step()
         return loss
@@ -270,11 +267,11 @@ class DecentralizedOptimizer(FromOtherNodes, Optimizer):
         self._ready.reset()
         self.restart()
         self._refresh()
-        buckets, policy = self._mix_buckets.values(), other_nodes or self._other_nodes
+        buckets, policy = self._mix_buckets.values(), other_nodes or DEFAULT_OTHER_NODES.get()
         super().load_state_dict(load_replica_(state_dict, self.param_groups, buckets, self._axis, policy))
 
     def _check_between_steps(self, what: str) -> None:
-        if self._ready.has_launched:
+        if self._ready.launched:
             raise InvalidArgumentError(
                 f"this optimizer cannot be {what} between backward() and step(): with overlap='backward' some buckets "
                 f"have stepped, others have not. Call step() first."

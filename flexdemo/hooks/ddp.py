@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from flexcomm import Average, Compressor, NonFinitePolicy, World
-from flexdemo.gradients import Bucket
+from flexdemo.gradients import Bucket, spec_of
 from flexdemo.hooks.handle import HookHandle
 
 
@@ -24,12 +24,11 @@ class CompressionState(HookHandle):
     Args:
         compressor: what is sent between nodes.
         world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
-        names: what parameters are called; without, by the order in which their gradients first come, and residuals can
-            be loaded only after that.
+        names: of the parameters; if not given, numbers in the order of their first gradients, after which residuals can
+            be loaded.
         decay: the share of the residual that is left after a step.
         average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
-        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` (gradients are zero), or count
-            as ``"zero"``.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"``, ``"skip"`` (all gradients are zero), ``"zero"``.
 
     Example:
         ``model.register_comm_hook(CompressionState(flexcomm.demo(k=32)), compression_hook)``
@@ -51,9 +50,8 @@ class CompressionState(HookHandle):
         self._buckets: dict[tuple[str, ...], Bucket] = {}
         self._futures: dict[Bucket, tuple[GradBucket, torch.futures.Future[Tensor]]] = {}
         if names:
-            params = tuple(names)
             # All of them at once: torch fills buckets when it likes, and states must be known before.
-            self.plan([(Bucket(0, False, params, tuple(names.values())), params)])
+            self.plan([_bucket_of(list(names), list(names), list(names.values()))])
         self.is_active = True
         self.on_remove.callback(setattr, self, "is_active", False)
 
@@ -62,13 +60,14 @@ class CompressionState(HookHandle):
         params = cast("list[Parameter]", grad_bucket.parameters())  # torch says tensors; they are what DDP was given
         # By the names of its parameters: torch fills buckets anew after the first step.
         names = tuple(self._names.setdefault(param, str(len(self._names))) for param in params)
+        gradients = grad_bucket.gradients()
         if names not in self._buckets:
-            self._buckets[names] = Bucket(0, False, tuple(params), names)
-            if not self._entries.keys() >= set(names):
-                self.plan([(self._buckets[names], grad_bucket.gradients())])
+            self._buckets[names] = _bucket_of(params, gradients, names)
+            if not self._residual_shards.keys() >= set(names):
+                self.plan([self._buckets[names]])
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._futures[self._buckets[names]] = grad_bucket, future
-        self.start(self._buckets[names], grad_bucket.gradients())
+        self.start(self._buckets[names], gradients)
         if grad_bucket.is_last():
             futures, self._futures = self._futures, {}
             self.finish()
@@ -76,6 +75,10 @@ class CompressionState(HookHandle):
                 its_future.set_result(sent.buffer())
             self.step += 1
         return future
+
+
+def _bucket_of(params: Sequence[Parameter], gradients: Sequence[Tensor], names: Sequence[str]) -> Bucket:
+    return Bucket(0, False, gradients[0].device, tuple(params), tuple(map(spec_of, gradients, names)))
 
 
 def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -100,9 +103,8 @@ def attach_to_ddp(
 ) -> HookHandle:
     """Exchange the gradients of a DDP model between nodes, as far as ``compressor`` sends them.
 
-    Inside a node they are averaged in full. What is not sent now is kept, decayed, and added next time: any optimizer
-    can use what arrives. DDP's buckets travel as they are. torch cannot take a hook back: removed, it averages in
-    full, as torch does.
+    Inside a node they are averaged in full. What is not sent now is kept, decayed, and added next time. torch cannot
+    take a hook back: removed, it averages in full, as torch does.
 
     Args:
         model: ``DistributedDataParallel`` over all ranks.
@@ -110,8 +112,7 @@ def attach_to_ddp(
         world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
         decay: the share of the residual that is left after a step.
         average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
-        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` (gradients are zero), or count
-            as ``"zero"``.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"``, ``"skip"`` (all gradients are zero), ``"zero"``.
 
     Returns:
         A handle that is saved beside the model (``state_dict``), and whose ``remove()`` ends the exchange.

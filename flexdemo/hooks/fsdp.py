@@ -1,10 +1,8 @@
-"""Hooks for models that FSDP2 or FSDP1 shards inside a node.
-
-A unit's shard is exchanged when FSDP has reduce-scattered it inside the node, while the next unit's backward runs.
-"""
+"""Hooks for FSDP2 and FSDP1: a unit's shard is exchanged once it is reduced inside the node, during later backwards."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cache
 
@@ -15,19 +13,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.nn import Module, Parameter
 
 from flexcomm import Average, Compressor, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World
-from flexdemo.gradients import Bucket
-from flexdemo.hooks.handle import HookHandle, zero_
+from flexdemo import torch_private
+from flexdemo.gradients import Bucket, spec_of
+from flexdemo.hooks.handle import HookHandle
 from flexdemo.parameters import broadcast_parameters_, check_parameter, check_sharded_ranks, local
-from flexdemo.torch_private import (
-    ParamGroup,
-    flat_params_of,
-    has_post_accumulate_grad_hooks,
-    has_saved_gradient,
-    param_groups_of,
-    queue_callback,
-    remove_comm_hook,
-    set_comm_hook_state,
-)
+from flexdemo.torch_private import ParamGroup
 
 
 def attach_to_fsdp(
@@ -41,10 +31,9 @@ def attach_to_fsdp(
 ) -> HookHandle:
     """Exchange the gradients of a model that FSDP shards inside a node between nodes; the optimizer stays yours.
 
-    The model's replicas become node 0's. FSDP averages gradients inside the node, and no rank holds more of them than
-    its shard. What is not sent now is kept, decayed, and added next time: any optimizer can use what arrives. A unit's
-    exchange overlaps the backward of the next ones, if gradients are reduced in the parameters' dtype and not
-    accumulated.
+    The model's replicas become node 0's. FSDP averages gradients inside the node, and each rank exchanges its shard.
+    What is not sent now is kept, decayed, and added next time. A unit's exchange overlaps the backward of the next
+    ones, if gradients are reduced in the parameters' dtype and not accumulated.
 
     Args:
         model: sharded by FSDP2 (``fully_shard``) or FSDP1 over the ranks of a node.
@@ -52,8 +41,7 @@ def attach_to_fsdp(
         world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
         decay: the share of the residual that is left after a step.
         average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
-        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` (gradients are zero), or count
-            as ``"zero"``.
+        nonfinite: what NaN or infinity on any rank does: ``"raise"``, ``"skip"`` (all gradients are zero), ``"zero"``.
 
     Returns:
         A handle that is saved beside the model (``state_dict``), and whose ``remove()`` takes the hooks away.
@@ -87,9 +75,9 @@ class FsdpHandle(HookHandle):
     def send(self, bucket: Bucket, gradients: list[Tensor], at_once: bool) -> None:
         """Exchange gradients in place: until this returns if ``at_once``, else until the backward pass ends."""
         # With every send: a pass that failed has dropped its callbacks, and left its exchange under way.
-        queue_callback(self._end_backward)
+        torch_private.queue_callback(self._end_backward)
         if bucket in self._sent:
-            self.exchange.cancel()
+            self.sync.cancel()
             self._sent = {}
         self._has_sent = True
         self.start(bucket, gradients)
@@ -117,14 +105,13 @@ class FsdpHandle(HookHandle):
             raise
         except FlexcommError as failure:
             self._failure = self._failure or failure
-            zero_(sent)
+            torch._foreach_zero_([gradient for gradients in sent.values() for gradient in gradients])
 
 
 def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
     names = {param: name for name, param in model.named_parameters()}
-    found = [
-        (unit, group) for unit in model.modules() if isinstance(unit, FSDPModule) for group in param_groups_of(unit)
-    ]
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    found = [(unit, group) for unit in units for group in torch_private.param_groups_of(unit)]
     for _, group in found:
         _check_group(group, names, handle.world)
     sharded = {param for _, group in found for param in group.params}
@@ -134,11 +121,7 @@ def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
             f"{', '.join(left)} belong to no unit of FSDP, so nobody would average their gradients: call "
             f"fully_shard(model, mesh=...) on the model itself, or freeze them."
         )
-    planned = []
-    for _, group in found:
-        empty = torch.empty((), dtype=group.reduce_dtype, device=handle.world.device)
-        planned.append((_bucket_of(group.params, names), [empty.expand(local(param).shape) for param in group.params]))
-    handle.plan(planned)
+    handle.plan([_bucket_of(group, group.params, names, handle.world.device) for _, group in found])
     for unit, group in found:
         _set_hook(unit, group, names, handle)
     broadcast_parameters_([*model.parameters(), *model.buffers()], handle.world)
@@ -146,26 +129,25 @@ def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
 
 def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], handle: FsdpHandle) -> None:
     @cache
-    def plan(trained: tuple[Parameter, ...]) -> tuple[Bucket, list[int], list[torch.Size]]:
-        numels = [group.params[param] for param in trained]
-        return _bucket_of(trained, names), numels, [local(param).shape for param in trained]
+    def bucket_of(trained: tuple[Parameter, ...]) -> Bucket:
+        return _bucket_of(group, trained, names, handle.world.device)
 
     def exchange(flat: Tensor) -> None:
         trained = tuple(param for param in group.params if param.requires_grad)
-        bucket, numels, shapes = plan(trained)
+        bucket, numels = bucket_of(trained), [group.params[param] for param in trained]
         if flat.numel() != sum(numels):
             raise InvalidArgumentError(
                 f"a unit of FSDP reduced {flat.numel()} elements, but its parameters that want gradients "
                 f"({', '.join(bucket.names)}) have {sum(numels)}: freeze parameters between steps only."
             )
         padded = torch.split_with_sizes(flat, numels)
-        shards = [x[: shape.numel()].view(shape) for x, shape in zip(padded, shapes, strict=True)]
+        shards = [x[: math.prod(spec.shape)].view(spec.shape) for x, spec in zip(padded, bucket.specs, strict=True)]
         # After the hook FSDP keeps views of the flat gradient, except where it copies it or adds it to another.
         at_once = any(
             param.grad is not None
             or param.dtype != flat.dtype
             or param.device != flat.device
-            or has_post_accumulate_grad_hooks(param)
+            or torch_private.has_post_accumulate_grad_hooks(param)
             for param in trained
         )
         handle.send(bucket, shards, at_once)
@@ -177,8 +159,11 @@ def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], 
     handle.on_remove.callback(unit.set_all_reduce_hook, None)  # type: ignore[arg-type]
 
 
-def _bucket_of(params: Iterable[Parameter], names: dict[Parameter, str]) -> Bucket:
-    return Bucket(0, True, tuple(params), tuple(names[param] for param in params))
+def _bucket_of(
+    group: ParamGroup, params: Iterable[Parameter], names: dict[Parameter, str], device: torch.device
+) -> Bucket:
+    specs = [spec_of(local(param), names[param])._replace(dtype=group.reduce_dtype) for param in params]
+    return Bucket(0, True, device, tuple(params), tuple(specs))
 
 
 def _check_group(group: ParamGroup, names: dict[Parameter, str], world: World) -> None:
@@ -203,26 +188,23 @@ def _check_group(group: ParamGroup, names: dict[Parameter, str], world: World) -
 
 def _attach_to_fsdp1(model: FullyShardedDataParallel, handle: FsdpHandle) -> None:
     units = [
-        (name or "root", unit)
+        (name or "root", unit, flat_param)
         for name, unit in model.named_modules()
-        if isinstance(unit, FullyShardedDataParallel) and flat_params_of(unit)
+        if isinstance(unit, FullyShardedDataParallel) and (flat_param := torch_private.flat_param_of(unit)) is not None
     ]
-    for name, unit in units:
+    for name, unit, _ in units:
         _check_unit(name, unit, handle.world)
     model.register_comm_hook(None, _reduce_flat)
-    planned = []
-    for name, unit in units:
-        (flat_param,) = flat_params_of(unit)
+    buckets = []
+    for name, unit, flat_param in units:
         dtype = unit.mixed_precision.reduce_dtype or unit.mixed_precision.param_dtype or flat_param.dtype
-        like = torch.empty((), dtype=dtype, device=flat_param.device).expand(flat_param.shape)
-        planned.append((Bucket(0, True, (flat_param,), (name,)), [like]))
-    handle.plan(planned)
-    for (_, unit), (bucket, _) in zip(units, planned, strict=True):
-        set_comm_hook_state(unit, (handle, bucket))
+        spec = spec_of(flat_param, name)._replace(dtype=dtype)
+        buckets.append(Bucket(0, True, flat_param.device, (flat_param,), (spec,)))
+        torch_private.set_comm_hook_state(unit, (handle, buckets[-1]))
+    handle.plan(buckets)
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        handle.on_remove.callback(remove_comm_hook, unit)
-    broadcast_parameters_([bucket.params[0] for bucket, _ in planned], handle.world)
-    broadcast_parameters_(model.buffers(), handle.world)
+        handle.on_remove.callback(torch_private.remove_comm_hook, unit)
+    broadcast_parameters_([*(param for bucket in buckets for param in bucket.params), *model.buffers()], handle.world)
 
 
 def _reduce_flat(state: tuple[FsdpHandle, Bucket], gradient: Tensor, shard: Tensor) -> None:
@@ -232,7 +214,8 @@ def _reduce_flat(state: tuple[FsdpHandle, Bucket], gradient: Tensor, shard: Tens
     intra.reduce_scatter(gradient.view(intra.size, -1), out=shard).wait()
     shard.div_(intra.size)
     # After the hook FSDP keeps the shard as the gradient, except where it copies it or adds it to another.
-    handle.send(bucket, [shard], at_once=shard.dtype != flat_param.dtype or has_saved_gradient(flat_param))
+    at_once = shard.dtype != flat_param.dtype or torch_private.has_saved_gradient(flat_param)
+    handle.send(bucket, [shard], at_once)
 
 
 def _check_unit(name: str, unit: FullyShardedDataParallel, world: World) -> None:

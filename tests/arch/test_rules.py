@@ -142,6 +142,8 @@ BENEATH_THE_SURFACE = {
     "flexdemo/torch_private.py": {"flexcomm.versions"},
     # It times what a rank computes for a bucket, without a world to send it in.
     "flexdemo/predict/measure.py": {"flexcomm.codec", "flexcomm.kernels"},
+    # World.agree remembers what ranks agreed on; the parameters they train are compared each time.
+    "flexdemo/gradients.py": {"flexcomm.bootstrap.consistency"},
     # States become elements and back, once, on the host: by the reference's transform, which nothing else is to use.
     "flexdemo/checkpoint.py": {"flexcomm.kernels.reference.transform"},
 }

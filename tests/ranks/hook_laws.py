@@ -443,14 +443,14 @@ def a_nan_leaves_residuals_alone(world: World) -> None:
     handle = attach_to_fsdp(model, COMPRESSOR, world=world)
     optimizer = SGD(model.parameters(), 0.25)
     train(model, optimizer, world, range(2))
-    kept = {name: state.clone() for name, state in handle.exchange.residuals[0].state_dict().items()}
+    kept = {name: state.clone() for name, state in handle.sync.residuals[0].state_dict().items()}
     optimizer.zero_grad()
     inputs = batch(world, 2)
     if world.topology.rank == 0:
         inputs[0, 0] = math.nan
     with pytest.raises((NonFiniteError, flexcomm.SyncError)):
         model(inputs).square().mean().backward()
-    after = handle.exchange.residuals[0].state_dict()
+    after = handle.sync.residuals[0].state_dict()
     assert all(torch.equal(kept[name], state) for name, state in after.items()), "residuals are as they were"
 
 

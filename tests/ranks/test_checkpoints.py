@@ -59,7 +59,7 @@ def momentum_of(model: torch.nn.Module, optimizer: NodeOptimizer, world: World) 
 def _held(param: Tensor, optimizer: NodeOptimizer) -> Tensor:
     """Return the elements this rank remembers of what it holds of a parameter; zeros elsewhere."""
     elements = torch.zeros(local(param).shape)
-    entry = optimizer._entries[param]["momentum"]  # type: ignore[index]
+    entry = optimizer._residual_shards[param]["momentum"]  # type: ignore[index]
     if entry.shard is not None:
         state = entry.residuals[entry.shard.spec.name]
         kept = elements_of(CpuKernels(1), state, entry.shard.plan)
@@ -169,7 +169,7 @@ def load_attached(folder: str) -> list[bool]:
         load_checkpoint(Path(folder), model, optimizer, handle, other_nodes="mean")
         train(model, optimizer, world, range(2))
         require_replicas(world, model, "replicas go on alike")
-        return [bool(state.any()) for state in handle.exchange.residuals[0].state_dict().values()]
+        return [bool(state.any()) for state in handle.sync.residuals[0].state_dict().values()]
 
 
 def test_hooks_go_on_on_another_number_of_nodes(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def world() -> Iterator[World]:
 
 
 def momentum_of(optimizer: FlexDeMo) -> Tensor:
-    (residuals,) = optimizer._gradients.residuals.values()
+    (residuals,) = optimizer._sync.residuals.values()
     return torch.cat([residuals[name].view(-1) for name in residuals.names()]).clone()
 
 

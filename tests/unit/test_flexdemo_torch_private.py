@@ -110,7 +110,7 @@ def test_a_name_that_fsdp2_no_longer_has_is_an_error_with_the_version(name: str)
 @pytest.mark.parametrize("name", ["_handle", "_comm_hook_state", "_comm_hook"])
 def test_a_name_that_fsdp1_no_longer_has_is_an_error(name: str) -> None:
     used: dict[str, Any] = {
-        "_handle": torch_private.flat_params_of,
+        "_handle": torch_private.flat_param_of,
         "_comm_hook_state": lambda unit: torch_private.set_comm_hook_state(unit, None),
         "_comm_hook": torch_private.remove_comm_hook,
     }
