@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flexcomm.kernels.plan import SampleKey, TensorPlan, TensorSpec
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"FLXC"
 WORD_NBYTES = 4
 ALIGNMENT = 16
@@ -32,6 +32,8 @@ HEADER_NWORDS = HEADER_NBYTES // WORD_NBYTES
 CHECKSUM_WORD = 12
 _WORD_BITS = 8 * WORD_NBYTES
 _SCALE_BITS = 16
+_MOST_PADDING = 64
+"""The padding of a section is at most this part of a payload's bits."""
 
 
 class Header(NamedTuple):
@@ -94,32 +96,46 @@ class Layout:
 
     Counts, if any, come first. The indices of a chunk begin at bit ``before * entry_bits + chunk * chunk_bits`` of
     their section, where ``before`` is the number of entries in the chunks before it; its values begin at bit
-    ``before * values.format.bits`` of theirs.
+    ``before * values.format.bits + chunk * value_padding`` of theirs. ``chunk_bits`` holds the padding of indices.
     """
 
     code: IndexCode
     low_bits: int
     entry_bits: int
     chunk_bits: int
+    value_padding: int
     indices: int
     scales: int
     values: int
     nwords: int
 
     @property
-    def coding(self) -> tuple[int, int, int, int]:
-        """How indices are written, as plain numbers."""
-        return int(self.code), self.low_bits, self.entry_bits, self.chunk_bits
+    def coding(self) -> tuple[int, int, int, int, int]:
+        """How entries are written, as plain numbers."""
+        return int(self.code), self.low_bits, self.entry_bits, self.chunk_bits, self.value_padding
 
 
 def plan_layout(plan: TensorPlan, entries: int, code: IndexCode | None = None) -> Layout:
     """Return where the sections of a payload with so many entries are; with the shortest index code, or a given one."""
     code, low_bits, entry_bits, chunk_bits = _choose_index_code(plan, entries, code)
+    form, value_padding = plan.values.format, 0
+    if not plan.variable_count:
+        # Threads of a GPU that have a chunk each then write whole words, and share none.
+        index_bits, value_bits = plan.k * entry_bits + chunk_bits, plan.k * form.bits
+        most = (index_bits + form.scales * _SCALE_BITS + value_bits) // _MOST_PADDING
+        chunk_bits += _padding(index_bits, most)
+        value_padding = _padding(value_bits, most)
     indices = _words(plan.chunks * plan.chunk_numel.bit_length() if plan.variable_count else 0)
     scales = indices + _words(entries * entry_bits + plan.chunks * chunk_bits)
-    values = scales + _words(plan.chunks * plan.values.format.scales * _SCALE_BITS)
-    nwords = values + _words(entries * plan.values.format.bits)
-    return Layout(code, low_bits, entry_bits, chunk_bits, indices, scales, values, nwords)
+    values = scales + _words(plan.chunks * form.scales * _SCALE_BITS)
+    nwords = values + _words(entries * form.bits + plan.chunks * value_padding)
+    return Layout(code, low_bits, entry_bits, chunk_bits, value_padding, indices, scales, values, nwords)
+
+
+def _padding(bits: int, most: int) -> int:
+    """Return what so many bits lack of whole words; 0 if that is more than may be added."""
+    lacking = -bits % _WORD_BITS
+    return lacking if lacking <= most else 0
 
 
 def _choose_index_code(plan: TensorPlan, entries: int, code: IndexCode | None) -> tuple[IndexCode, int, int, int]:

@@ -46,9 +46,10 @@ def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) 
         counts = [bits.take(n.bit_length()) for _ in range(plan.chunks)]
     sized_for = plan.k if plan.variable_count and not plan.variable_length else sum(counts)
     bits.begin_section()
-    section = bits.position
-    indices = list(read_indices(bits, plan, counts, sized_for, step, name))
-    bits.position = section + shortest_code(plan, sized_for)[0]
+    section, index_bits = bits.position, shortest_code(plan, sized_for)[0]
+    index_padding, value_padding = padding(plan, index_bits)
+    indices = list(read_indices(bits, plan, counts, sized_for, index_padding, step, name))
+    bits.position = section + index_bits + plan.chunks * index_padding
     bits.begin_section()
     scales = [[bfloat16(bits.take(16)) for _ in range(SCALES.get(values, 0))] for _ in range(plan.chunks)]
     bits.begin_section()
@@ -56,7 +57,19 @@ def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) 
     for chunk, chosen in enumerate(indices):
         for index in chosen:
             coefficients[chunk, index] = read_value(bits.take(VALUE_BITS[values]), values, scales[chunk])
+        bits.take(value_padding)
     return coefficients
+
+
+def padding(plan: TensorPlan, section_bits: int) -> tuple[int, int]:
+    """Return the bits behind each chunk's indices, and behind its values."""
+    if plan.is_variable:
+        return 0, 0
+    values = plan.values.name.lower()
+    index_bits, value_bits = section_bits // plan.chunks, plan.k * VALUE_BITS[values]
+    payload_bits = index_bits + 16 * SCALES.get(values, 0) + value_bits
+    lacking = (-index_bits % 32, -value_bits % 32)
+    return lacking[0] * (64 * lacking[0] <= payload_bits), lacking[1] * (64 * lacking[1] <= payload_bits)
 
 
 def shortest_code(plan: TensorPlan, entries: int) -> tuple[int, str, int]:
@@ -70,7 +83,7 @@ def shortest_code(plan: TensorPlan, entries: int) -> tuple[int, str, int]:
 
 
 def read_indices(
-    bits: Bits, plan: TensorPlan, counts: list[int], sized_for: int, step: int, name: str
+    bits: Bits, plan: TensorPlan, counts: list[int], sized_for: int, padding: int, step: int, name: str
 ) -> Iterator[list[int]]:
     n, (_, code, low) = plan.chunk_numel, shortest_code(plan, sized_for)
     for chunk, count in enumerate(counts):
@@ -84,6 +97,7 @@ def read_indices(
             lows = [bits.take(low) for _ in range(count)]
             highs = [place for place in range(count + ((n - 1) >> low)) if bits.take(1)]
             yield [(high - j) << low | lows[j] for j, high in enumerate(highs)]
+        bits.take(padding)
 
 
 def shared_indices(plan: TensorPlan, chunk: int, step: int, name: str) -> set[int]:
@@ -160,6 +174,7 @@ COMPRESSORS = [
     Pipeline(Dct(8), Everything(), "fp16"),
     Pipeline(Identity(100), TopK(50), "int8"),
     Pipeline(Identity(64), TopK(2), "sign2"),
+    Pipeline(Identity(256), TopK(63), "sign"),
     top_k(1 / 50),
     random_k(0.13, seed=3),
     striding(0.13),

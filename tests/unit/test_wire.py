@@ -70,9 +70,9 @@ def test_the_index_code_is_the_shortest_of_three(length: int, keep: int, code: I
     width = (length - 1).bit_length()
     packed, bitmap = keep * width, length
     elias_fano = min(keep * (low + 1) + ((length - 1) >> low) for low in range(width))
-    chosen = keep * layout.entry_bits + layout.chunk_bits
+    chosen = min(packed, elias_fano, bitmap)
     assert layout.code is code
-    assert chosen == min(packed, elias_fano, bitmap)
+    assert keep * layout.entry_bits + layout.chunk_bits in (chosen, chosen + -chosen % 32)
     assert published_bits - 1 / keep <= chosen / keep <= published_bits
 
 
@@ -84,12 +84,64 @@ def test_a_fixed_payloads_length_follows_from_shapes(values: ValueCode, keep: in
     sections = [
         7 * (keep * layout.entry_bits + layout.chunk_bits),
         7 * 16 * values.format.scales,
-        7 * keep * values.format.bits,
+        7 * (keep * values.format.bits + layout.value_padding),
     ]
     lengths = [-(-bits // 32) for bits in sections]
     assert layout.indices == 0
     assert (layout.scales, layout.values, layout.nwords) == (lengths[0], sum(lengths[:2]), sum(lengths))
     assert (layout.code is IndexCode.NONE) == (keep == 40)
+
+
+def section_bits(gathered: Gathered, entries: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bits of the indices and of the values of a bucket of one tensor."""
+    plan, octets = gathered.plan.plans[0], gathered.words[HEADER_NWORDS:].numpy().view(np.uint8)
+    layout = plan_layout(plan, plan.entries if entries is None else entries)
+    ends = (layout.indices, layout.scales), (layout.values, layout.nwords)
+    indices, values = (np.unpackbits(octets[4 * first : 4 * last], bitorder="little") for first, last in ends)
+    return indices, values
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize(
+    ("compressor", "shape", "apart_bits"),
+    [
+        (demo(k=32), (64, 64), (288, 32 * 16)),  # of 287, and 512
+        (demo(k=396, values="sign"), (64, 64), (2112, 416)),  # of 2095, and 396
+        (demo(k=396, values="sign2"), (64, 64), (2112, 1216)),  # of 2095, and 1188
+        (demo(k=1), (64,), (6, 16)),  # padding would make 22 bits 64
+        (demo(k=2, values="sign"), (64,), (12, 2)),
+        (demo(k=8), (64,), (39, 128)),  # padding would make 167 bits 192
+        (sign(), (3334,), (0, 3360)),
+        (dense(torch.bfloat16), (3335,), (0, 16 * 3336)),
+        (Pipeline(Identity(256), TopK(128), "int8"), (255,), (256, 1024)),  # of 255, and 1024
+    ],
+    ids=str,
+)
+def test_chunks_begin_at_words_where_that_costs_little(
+    compressor: Compressor, shape: tuple[int, ...], apart_bits: tuple[int, int], kernels: Kernels
+) -> None:
+    """Sections hold what each chunk sends alone, so many bits apart, and zeros between."""
+    chunks = [numbers(int(torch.Size(shape).numel()), seed).reshape(shape) for seed in range(3)]
+    whole = gather(compressor, [[torch.cat(chunks, dim=-1)]], kernels)
+    assert whole.plan.plans[0].chunks == 3
+    alone = [section_bits(gather(compressor, [[chunk]], kernels)) for chunk in chunks]
+    for section, (bits, apart) in enumerate(zip(section_bits(whole), apart_bits, strict=True)):
+        expected = np.zeros(-(-3 * apart // 32) * 32, np.uint8)
+        for chunk, sections in enumerate(alone):
+            expected[chunk * apart :][:apart] = sections[section][:apart]
+        assert np.array_equal(bits, expected)
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("capacity", [None, 9 / 192])
+def test_chunks_of_as_many_entries_as_the_data_has_follow_bit_by_bit(capacity: float | None, kernels: Kernels) -> None:
+    x, sent = torch.zeros(192), [3, 4, 63, 64, 70, 80, 90, 127, 191]
+    x[sent] = torch.tensor([1.0] * 3 + [-1.0] * 5 + [1.0])
+    gathered = gather(Pipeline(Identity(64), Threshold(1.0, capacity), "sign"), [[x]], kernels)
+    indices, values = section_bits(gathered, entries=9)
+    assert np.packbits(values, bitorder="little").tolist() == [0b11111000, 0, 0, 0]
+    # Six bits each, as short as Elias and Fano's code.
+    assert [int(indices[6 * entry :][:6] @ (1 << np.arange(6))) for entry in range(9)] == [at % 64 for at in sent]
 
 
 def test_a_variable_payload_begins_with_counts_wide_enough_for_a_full_chunk() -> None:
@@ -292,6 +344,7 @@ GOLDEN_BUCKETS: dict[str, tuple[Compressor, tuple[tuple[int, ...], ...]]] = {
     "top_k_bitmap_fp16": (top_k(0.5, "fp16"), ((40,),)),
     "threshold_capacity_sign2": (threshold(0.75, 0.25, "sign2"), ((80,),)),
     "threshold_exact_fp16": (Pipeline(Identity(40), Threshold(0.75, None), "fp16"), ((80,),)),
+    "top_k_padded_sign": (Pipeline(Identity(256), TopK(63), "sign"), ((512,),)),
     "random_k_fp32": (Pipeline(Identity(40), RandomK(0.1, seed=3), "fp32"), ((80,),)),
     "striding_sign": (Pipeline(Identity(40), Striding(0.2), "sign"), ((80,),)),
     "sign": (sign(), ((33,),)),

@@ -55,6 +55,8 @@ BUCKETS: dict[str, tuple[Compressor, tuple[tuple[int, ...], ...]]] = {
     "int8": (Pipeline(Identity(50), TopK(7), "int8"), ((140,),)),
     "sign": (Pipeline(Identity(50), TopK(7), "sign"), ((140,),)),
     "sign2": (Pipeline(Identity(50), TopK(7), "sign2"), ((140,),)),
+    "padded_fp16": (Pipeline(Identity(256), TopK(63), "fp16"), ((512,),)),
+    "padded_sign": (Pipeline(Identity(256), TopK(63), "sign"), ((512,),)),
     "demo_fp32": (demo(k=5, chunk=8, values="fp32"), ((13, 18),)),
     "shared_bf16": (Pipeline(Identity(50), RandomK(0.2), "bf16"), ((130,),)),
     "strided_sign": (Pipeline(Identity(50), Striding(0.2), "sign"), ((130,),)),
@@ -303,7 +305,7 @@ def places_of(victim: Victim) -> list[Place]:
 
 def put(words: Tensor, position: int, value: int, width: int) -> None:
     bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")
-    bits[position : position + width] = (value >> np.arange(width)) & 1
+    bits[position : position + width] = [value >> i & 1 for i in range(width)]
     words.numpy().view(np.uint8)[:] = np.packbits(bits, bitorder="little")
 
 
@@ -377,11 +379,13 @@ def lie_about_values(victim: Victim, words: Tensor, place: Place) -> bool:
         ValueCode.BF16: (0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF),
         ValueCode.FP16: (0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF),
     }.get(place.plan.values)
-    entries = sum(place.counts())
+    entries, counts = sum(place.counts()), place.counts()
     if lies is None or not entries:
         return False
-    bits = place.plan.values.format.bits
-    put(words, place.bit("values") + bits * victim.below(entries), lies[victim.below(5)], bits)
+    bits, entry = place.plan.values.format.bits, victim.below(entries)
+    chunk = next(chunk for chunk in range(len(counts)) if sum(counts[: chunk + 1]) > entry)
+    begin = place.bit("values") + chunk * place.payload.layout.value_padding
+    put(words, begin + bits * entry, lies[victim.below(5)], bits)
     return True
 
 

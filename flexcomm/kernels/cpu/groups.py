@@ -104,9 +104,9 @@ def plan_groups(plan: BufferPlan, shown_as: BufferPlan, *, is_inverse: bool) -> 
 
 
 def place(row: NDArray[np.int64], layout: Layout, position: int) -> None:
-    """Fill in where the payload of a tensor is, and how its indices are written."""
+    """Fill in where the payload of a tensor is, and how its entries are written."""
     row[[t.INDICES, t.SCALES, t.VALUES]] = [position + one for one in (layout.indices, layout.scales, layout.values)]
-    row[[t.CODE, t.LOW_BITS, t.ENTRY_BITS, t.CHUNK_BITS]] = layout.coding
+    row[[t.CODE, t.LOW_BITS, t.ENTRY_BITS, t.CHUNK_BITS, t.VALUE_PADDING]] = layout.coding
 
 
 def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_inverse: bool) -> Group:

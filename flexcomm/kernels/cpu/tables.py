@@ -12,11 +12,11 @@ import numpy as np
 from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, compiled, kept
 from flexcomm.kernels.cpu.instructions import call_loop, floats_at, ints_at, longs_at
 
-TENSOR_COLUMNS = 37
+TENSOR_COLUMNS = 38
 (
     X, STATE, STATE_OUT, FACTOR, KEY, START,
     CHUNKS, ROWS, COLS, CHUNK_ROWS, CHUNK_COLS, GRID_COLS, NUMEL, K, FIRST_ENTRY, TAU_BITS,
-    CODE, LOW_BITS, ENTRY_BITS, CHUNK_BITS, INDICES, SCALES, VALUES,
+    CODE, LOW_BITS, ENTRY_BITS, CHUNK_BITS, VALUE_PADDING, INDICES, SCALES, VALUES,
     VALUE_CODE, EVERYTHING, BINS, FILLS_BINS, FIRST_PASS, LAST_PASS,
     DOWN, DOWN_STEPS, DOWN_FACTORS, DOWN_COUNT, ALONG, ALONG_STEPS, ALONG_FACTORS, ALONG_COUNT,
 ) = range(TENSOR_COLUMNS)  # fmt: skip
@@ -24,8 +24,9 @@ TENSOR_COLUMNS = 37
 
 The first six change from call to call: addresses of tensor and states, the factor of coefficients as the bits of a
 float32, and the sample key. FIRST_ENTRY counts through the table; INDICES, SCALES and VALUES are the words of a buffer
-at which sections begin. Whether EVERYTHING is sent, whether the selection FILLS_BINS itself; FIRST_PASS and LAST_PASS
-are addresses of codelets; the rest are the lists of the transform, for columns (DOWN) and rows (ALONG).
+at which sections begin, VALUE_PADDING the bits behind the values of each chunk. Whether EVERYTHING is sent, whether the
+selection FILLS_BINS itself; FIRST_PASS and LAST_PASS are addresses of codelets; the rest are the lists of the
+transform, for columns (DOWN) and rows (ALONG).
 """
 
 JOB_NUMBERS = 35

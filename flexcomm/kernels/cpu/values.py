@@ -46,7 +46,7 @@ def values_at(row: Longs, job: Longs, sender: Int, chunk: Int, width: Int) -> In
     """Return the bit of the buffers at which the values of a chunk begin, so many bits each."""
     # Where lengths vary, payloads of each sender are at other places.
     section = start_of(job, sender) + row[sender * job[t.ROW_PITCH] + t.VALUES]
-    return 32 * section + width * entries_before(row, job, sender, chunk)
+    return 32 * section + width * entries_before(row, job, sender, chunk) + chunk * row[t.VALUE_PADDING]
 
 
 @compiled
@@ -305,12 +305,16 @@ def check_values(row: Longs, job: Longs) -> Int:
     if wrong:
         return _SCALE
     section = job[t.WORDS] + 4 * (start_of(job, 0) + row[t.VALUES])
-    entries, full, half = entries_before(row, job, 0, row[t.CHUNKS]), words_at(section), halves_at(section)
+    entries, full = entries_before(row, job, 0, row[t.CHUNKS]), words_at(section)
     if code == 0:
         for entry in range(entries):
             wrong |= np.int32((full[entry] & np.uint32(_MASKS[0])) == np.uint32(_MASKS[0]))
     elif _MASKS[code]:
-        mask = np.uint16(_MASKS[code])
-        for entry in range(entries):
-            wrong |= np.int32((half[entry] & mask) == mask)
+        mask, padding = np.uint16(_MASKS[code]), row[t.VALUE_PADDING] // 16
+        # What is between chunks is nobody's.
+        parts, length = (row[t.CHUNKS], row[t.K]) if padding else (1, entries)
+        for part in range(parts):
+            halves = halves_at(section + 2 * part * (length + padding))
+            for entry in range(length):
+                wrong |= np.int32((halves[entry] & mask) == mask)
     return _VALUE if wrong else 0

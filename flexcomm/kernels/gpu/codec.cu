@@ -47,7 +47,7 @@ struct Transform {
 // Where one sender's sections begin, in words, how its indices are written, and how many entries precede each chunk;
 // without that list, `k` in every chunk.
 struct Section {
-    i64 indices, scales, values, code, low_bits, entry_bits, chunk_bits;
+    i64 indices, scales, values, code, low_bits, entry_bits, chunk_bits, value_padding;
     const i64* before;
 };
 
@@ -664,7 +664,8 @@ __device__ Entries entries_of(const Job& job, const Section& section, i64 chunk)
     i64 before = section.before ? section.before[chunk] : chunk * job.k;
     i64 after = section.before ? section.before[chunk + 1] : before + job.k;
     i64 index_bit = 32 * section.indices + before * section.entry_bits + chunk * section.chunk_bits;
-    return {(u32)(after - before), index_bit, 32 * section.values + before * job.value_bits};
+    i64 value_bit = 32 * section.values + before * job.value_bits + chunk * section.value_padding;
+    return {(u32)(after - before), index_bit, value_bit};
 }
 
 __device__ void put_index(const Job& job, Entries at, u32 count, u32 i, u32 entry) {

@@ -36,7 +36,7 @@ class Transform(ctypes.Structure):
 class Section(ctypes.Structure):
     """Where one sender's sections begin, how its indices are written, and where its entries before each chunk are."""
 
-    _fields_ = _int64s("indices scales values code low_bits entry_bits chunk_bits before")
+    _fields_ = _int64s("indices scales values code low_bits entry_bits chunk_bits value_padding before")
 
 
 class Term(ctypes.Structure):

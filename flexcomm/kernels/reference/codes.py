@@ -33,15 +33,33 @@ def to_bits(words: Tensor) -> Tensor:
     return ((words.to(torch.int64).unsqueeze(1) >> torch.arange(32, device=words.device)) & 1).reshape(-1)
 
 
-def put(bits: Tensor, position: int, codes: Tensor, width: int) -> None:
-    """Write codes one behind the other."""
-    spread = (codes.unsqueeze(1) >> torch.arange(width, device=bits.device)) & 1
-    bits[position : position + spread.numel()] = spread.reshape(-1)
+def put(bits: Tensor, positions: Tensor, codes: Tensor, width: int) -> None:
+    """Write a code of so many bits at each position."""
+    lanes = torch.arange(width, device=bits.device)
+    bits[positions.unsqueeze(1) + lanes] = (codes.unsqueeze(1) >> lanes) & 1
 
 
-def get(bits: Tensor, position: int, count: int, width: int) -> Tensor:
-    spread = bits[position : position + count * width].view(count, width)
-    return (spread << torch.arange(width, device=bits.device)).sum(dim=1)
+def get(bits: Tensor, positions: Tensor, width: int) -> Tensor:
+    lanes = torch.arange(width, device=bits.device)
+    return (bits[positions.unsqueeze(1) + lanes] << lanes).sum(dim=1)
+
+
+def chunk_starts(counts: Tensor, entry_bits: int, chunk_bits: int) -> Tensor:
+    """Return where each chunk begins that has so many entries of so many bits, and so many bits beside them."""
+    chunks = torch.arange(counts.numel(), device=counts.device)
+    return entries_before(counts)[:-1] * entry_bits + chunks * chunk_bits
+
+
+def entry_positions(counts: Tensor, entry_bits: int, chunk_bits: int, width: int) -> Tensor:
+    """Return where the codes of all entries are that begin such chunks, one behind the other."""
+    chunks, places = entry_places(counts)
+    return chunk_starts(counts, entry_bits, chunk_bits)[chunks] + places * width
+
+
+def entry_places(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the chunk of each entry, and its place among the entries of that chunk."""
+    chunks = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
+    return chunks, torch.arange(chunks.numel(), device=counts.device) - entries_before(counts)[chunks]
 
 
 def mix32(value: Tensor) -> Tensor:
@@ -60,46 +78,39 @@ def mix32(value: Tensor) -> Tensor:
 def put_indices(bits: Tensor, chosen: Tensor, layout: Layout) -> None:
     if layout.code is IndexCode.NONE:
         return
+    counts, (chunks, indices) = chosen.sum(dim=1), chosen.nonzero().unbind(dim=1)
+    starts = chunk_starts(counts, layout.entry_bits, layout.chunk_bits)
     if layout.code is IndexCode.BITMAP:
-        bits[: chosen.numel()] = chosen.reshape(-1).to(torch.int64)
+        bits[starts[chunks] + indices] = 1
         return
-    counts = chosen.sum(dim=1)
-    chunks, indices = chosen.nonzero().unbind(dim=1)
-    before = entries_before(counts)[chunks]
-    starts = before * layout.entry_bits + chunks * layout.chunk_bits
-    places = torch.arange(indices.numel(), device=bits.device) - before
     low = layout.entry_bits if layout.code is IndexCode.PACKED else layout.low_bits
-    lanes = torch.arange(low, device=bits.device)
-    bits[(starts + places * low).unsqueeze(1) + lanes] = (indices.unsqueeze(1) >> lanes) & 1
+    put(bits, entry_positions(counts, layout.entry_bits, layout.chunk_bits, low), indices, low)
     if layout.code is IndexCode.ELIAS_FANO:
-        bits[starts + counts[chunks] * low + (indices >> low) + places] = 1
+        bits[(starts + counts * low)[chunks] + (indices >> low) + entry_places(counts)[1]] = 1
 
 
 def get_indices(bits: Tensor, counts: Tensor, length: int, layout: Layout) -> Tensor | None:
     """Return the mask of sent coefficients ``[chunks, length]``; None if the bits are not those of any."""
-    before = entries_before(counts)[:-1]
-    chosen = torch.zeros(counts.numel(), length, dtype=torch.bool, device=bits.device)
-    for chunk, (count, start) in enumerate(zip(counts.tolist(), before.tolist(), strict=True)):
-        position = start * layout.entry_bits + chunk * layout.chunk_bits
-        indices = _get_chunk(bits, position, count, length, layout)
-        increasing = bool((indices[1:] > indices[:-1]).all())
-        if indices.numel() != count or not increasing or bool((indices >= length).any()):
-            return None
-        chosen[chunk, indices] = True
-    return chosen
-
-
-def _get_chunk(bits: Tensor, position: int, count: int, length: int, layout: Layout) -> Tensor:
-    if layout.code is IndexCode.BITMAP:
-        return bits[position : position + length].nonzero()[:, 0]
+    coding, (chunks, places) = (layout.entry_bits, layout.chunk_bits), entry_places(counts)
     if layout.code is IndexCode.PACKED:
-        return get(bits, position, count, layout.entry_bits)
-    low = layout.low_bits
-    highs = position + count * low
-    ones = bits[highs : highs + count + ((length - 1) >> low)].nonzero()[:, 0]
-    if ones.numel() != count:
-        return ones
-    return ((ones - torch.arange(count, device=bits.device)) << low) | get(bits, position, count, low)
+        indices = get(bits, entry_positions(counts, *coding, layout.entry_bits), layout.entry_bits)
+    else:
+        low, is_bitmap = layout.low_bits, layout.code is IndexCode.BITMAP
+        ends = torch.full_like(counts, length) if is_bitmap else counts + ((length - 1) >> low)
+        lanes = torch.arange(int(ends.max()) if ends.numel() else 0, device=bits.device)
+        upper = (chunk_starts(counts, *coding) + counts * low).unsqueeze(1) + lanes
+        ones = (lanes < ends.unsqueeze(1)) & (bits[upper.clamp(max=bits.numel() - 1)] == 1)
+        if not torch.equal(ones.sum(dim=1), counts):
+            return None
+        indices = ones.nonzero()[:, 1]
+        if not is_bitmap:
+            indices = ((indices - places) << low) | get(bits, entry_positions(counts, *coding, low), low)
+    increasing = (indices[1:] > indices[:-1]) | (places[1:] == 0)
+    if not bool(increasing.all()) or bool((indices >= length).any()):
+        return None
+    chosen = torch.zeros(counts.numel(), length, dtype=torch.bool, device=bits.device)
+    chosen[chunks, indices] = True
+    return chosen
 
 
 # Values: sent coefficients as codes of a few bits and scales of their chunks, and back.

@@ -27,6 +27,7 @@ from flexcomm.kernels.reference.codes import (
     LOW32,
     dequantise,
     divided,
+    entry_positions,
     get,
     get_indices,
     magnitude_bits,
@@ -76,11 +77,13 @@ class ReferenceKernels(PerTensorKernels):
         picked = coefficients[chosen]
         bits = torch.zeros(32 * words.numel(), dtype=torch.int64, device=x.device)
         if threshold is not None:
-            put(bits, 0, threshold.counts, plan.chunk_numel.bit_length())
+            width = plan.chunk_numel.bit_length()
+            put(bits, width * torch.arange(plan.chunks, device=x.device), threshold.counts, width)
         put_indices(bits[32 * layout.indices :], chosen, layout)
         codes, scales = quantise(picked, chosen, plan.values)
-        put(bits, 32 * layout.scales, scales.reshape(-1), 16)
-        put(bits, 32 * layout.values, codes, plan.values.format.bits)
+        scale_at, value_at = _value_positions(plan, layout, chosen.sum(dim=1))
+        put(bits, scale_at, scales.reshape(-1), 16)
+        put(bits, value_at, codes, plan.values.format.bits)
         words.copy_(to_words(bits))
         if state.state_out is not None:
             unsent, alpha = picked - dequantise(codes, scales, chosen, plan.values), state.update.alpha
@@ -92,7 +95,8 @@ class ReferenceKernels(PerTensorKernels):
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
         width = plan.chunk_numel.bit_length()
         nwords = -(-plan.chunks * width // 32)
-        counts = get(to_bits(words[start : start + nwords]), 0, plan.chunks, width)
+        positions = width * torch.arange(plan.chunks, device=words.device)
+        counts = get(to_bits(words[start : start + nwords]), positions, width)
         return None if bool((counts > plan.chunk_numel).any()) else counts
 
     def find_problem(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Problem:
@@ -162,9 +166,16 @@ def _unpack(words: Tensor, payload: Payload, plan: TensorPlan) -> tuple[Tensor |
     bits = to_bits(words[payload.start : payload.start + layout.nwords])
     if layout.code is not IndexCode.NONE:
         chosen = get_indices(bits[32 * layout.indices :], counts, plan.chunk_numel, layout)
-    codes = get(bits, 32 * layout.values, int(counts.sum()), plan.values.format.bits)
-    width = plan.values.format.scales
-    return chosen, codes, get(bits, 32 * layout.scales, plan.chunks * width, 16).view(plan.chunks, width)
+    scale_at, value_at = _value_positions(plan, layout, counts)
+    scales = get(bits, scale_at, 16).view(plan.chunks, plan.values.format.scales)
+    return chosen, get(bits, value_at, plan.values.format.bits), scales
+
+
+def _value_positions(plan: TensorPlan, layout: Layout, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return at which bits of a payload its scales are, and its values."""
+    form = plan.values.format
+    scales = 32 * layout.scales + 16 * torch.arange(plan.chunks * form.scales, device=counts.device)
+    return scales, 32 * layout.values + entry_positions(counts, form.bits, layout.value_padding, form.bits)
 
 
 def _select_shared(plan: TensorPlan, sample_key: SampleKey, device: torch.device) -> Tensor:
