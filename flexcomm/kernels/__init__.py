@@ -31,13 +31,12 @@ from flexcomm.kernels.base import (
     apply_epilogue_,
 )
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout, Region, plan_layout
-from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, Selection, TensorPlan, TensorSpec, ValueCode, ValueName
+from flexcomm.kernels.plan import Selection, TensorPlan, TensorSpec, ValueCode, ValueName
 from flexcomm.kernels.reference import ReferenceKernels
 
 __all__ = [
     "KERNELS_VARIABLE",
     "LARGEST_MAGNITUDE",
-    "NO_SAMPLE_KEY",
     "STORE",
     "Average",
     "BucketDecoder",
@@ -51,7 +50,6 @@ __all__ = [
     "Problem",
     "ReferenceKernels",
     "Region",
-    "SampleKey",
     "Selection",
     "StateUpdate",
     "Status",

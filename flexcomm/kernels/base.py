@@ -156,7 +156,6 @@ class BucketEncoder(Protocol):
             The status word. It may be on the device: ``int()`` waits for it.
 
         """
-        ...
 
     def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
         """Restore the states from before the last :meth:`encode_`, which updated them in place.
@@ -165,11 +164,9 @@ class BucketEncoder(Protocol):
         were: equal in all kernel sets, and off by at most ``2**-21 / decay * (|m| + |m'| + |gain * coefficients|)``.
         The decay must not be 0.
         """
-        ...
 
     def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
         """Fill the buffer with a header that says that this sender has nonfinite values, and nothing else."""
-        ...
 
 
 class BucketDecoder(Protocol):
@@ -181,14 +178,12 @@ class BucketDecoder(Protocol):
         Else that of the first sender with a problem: of counts and lengths, or else of the first payload that is wrong,
         by tensor and kind of problem.
         """
-        ...
 
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         """Average the buffers, added in the order of senders, and do with ``outputs`` what the epilogue says.
 
         They were verified, or they hold no indices and are known to be sound, as sums are.
         """
-        ...
 
 
 class Kernels(Protocol):
@@ -200,11 +195,9 @@ class Kernels(Protocol):
     @property
     def name(self) -> str:
         """Return the name people force it by."""
-        ...
 
     def encoder(self, plan: BufferPlan, words: Tensor) -> BucketEncoder:
         """Return the encoder of a buffer of ``plan.nwords`` words."""
-        ...
 
     def decoder(
         self,
@@ -219,7 +212,6 @@ class Kernels(Protocol):
         ``decoded_as`` is a plan with the same payloads that says what to decode them to, if not ``plan`` itself.
         Every buffer is the sum of those of ``summed`` nodes, by which its average is divided, too.
         """
-        ...
 
     def mix_(
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
@@ -235,4 +227,3 @@ class Kernels(Protocol):
         The distance is that of the rounded ``out``, added up in float64 in any order: sets, and numbers of threads,
         agree on it to rounding.
         """
-        ...

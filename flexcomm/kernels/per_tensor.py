@@ -34,7 +34,7 @@ from flexcomm.kernels.layout import (
     aligned,
     plan_layout,
 )
-from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, TensorPlan, ValueCode
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, TensorPlan, ThresholdCounts, ValueCode
 
 
 class TensorState(NamedTuple):
@@ -43,17 +43,6 @@ class TensorState(NamedTuple):
     state: Tensor | None
     state_out: Tensor | None
     update: StateUpdate
-
-
-class ThresholdCounts(NamedTuple):
-    """What a variable selection will send: entries of each chunk (int64), of those that reach the threshold.
-
-    Where more of a chunk reach it than are counted, the last of the threshold's own bin stay. The threshold is given
-    as the bits of a float32, which order magnitudes as their values do; a bin is what has the same upper 16 bits.
-    """
-
-    counts: Tensor
-    tau_bits: int
 
 
 class Payload(NamedTuple):
@@ -69,11 +58,7 @@ class PerTensorKernels(ABC):
 
     @abstractmethod
     def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
-        """Return what ``plan``, a variable one, will send of ``x``.
-
-        If more than ``plan.k`` reach its threshold, the threshold rises to the bin at which ``plan.k`` are
-        exceeded; of that bin so many are sent as there is room for, those of the first chunks and lowest indices.
-        """
+        """Return what ``plan``, a variable one, will send of ``x``, by ``choose_threshold``."""
 
     @abstractmethod
     def encode_tensor_(
@@ -271,14 +256,19 @@ class TensorLoopDecoder:
         """Check and note the payloads of a sender."""
         region, payloads, position, entries = self._regions[sender], [], HEADER_NWORDS, 0
         for number, (one, layout) in enumerate(zip(self._plan.plans, self._plan.layouts, strict=True)):
-            found: Payload | Problem = Payload(region.start + position, layout)
+            used, counts, sent = layout, None, one.entries
             if one.variable_count:
-                found = self._read_counts(region, position, one, layout)
-            if isinstance(found, Problem):
-                return Status(found, sender, number)
-            payloads.append(found)
-            position += found.layout.nwords
-            entries += one.entries if found.counts is None else int(found.counts.sum())
+                least = plan_layout(one, 0) if one.variable_length else layout
+                if position + least.nwords > region.nwords:
+                    return Status(Problem.LENGTH, sender, number)
+                counts = self._kernels.read_counts(self._words, one, region.start + position)
+                if counts is None or (sent := int(counts.sum())) > one.k:
+                    return Status(Problem.COUNTS, sender, number)
+                used = plan_layout(one, sent) if one.variable_length else layout
+                if position + used.nwords > region.nwords:
+                    return Status(Problem.LENGTH, sender, number)
+            payloads.append(Payload(region.start + position, used, counts))
+            position, entries = position + used.nwords, entries + sent
         if aligned(position) != region.nwords:
             return Status(Problem.LENGTH, sender)
         if entries != announced:
@@ -289,17 +279,3 @@ class TensorLoopDecoder:
                 return Status(problem, sender, number)
         self.payloads.append(payloads)
         return Status()
-
-    def _read_counts(self, region: Region, position: int, plan: TensorPlan, layout: Layout) -> Payload | Problem:
-        """Return where a variable payload is, once its counts have been checked."""
-        least = plan_layout(plan, 0) if plan.variable_length else layout
-        if position + least.nwords > region.nwords:
-            return Problem.LENGTH
-        counts = self._kernels.read_counts(self._words, plan, region.start + position)
-        if counts is None or int(counts.sum()) > plan.k:
-            return Problem.COUNTS
-        if plan.variable_length:
-            layout = plan_layout(plan, int(counts.sum()))
-        if position + layout.nwords > region.nwords:
-            return Problem.LENGTH
-        return Payload(region.start + position, layout, counts)

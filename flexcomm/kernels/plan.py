@@ -45,8 +45,7 @@ class SampleKey(NamedTuple):
 NO_SAMPLE_KEY = SampleKey(0, 0)
 
 
-def _striding_key(plan: TensorPlan, step: int, name: str) -> SampleKey:
-    del name
+def _striding_key(plan: TensorPlan, step: int, _name: str) -> SampleKey:
     return SampleKey(0, step % plan.chunk_numel)
 
 
@@ -172,8 +171,9 @@ def check_implemented(
 class TensorPlan:
     """A tensor seen as a ``[rows, cols]`` matrix, cut into chunks of ``[chunk_rows, chunk_cols]``, zeros at the rims.
 
-    ``k`` counts entries of each chunk; with a ``variable_count`` those of all chunks together. ``variable_length`` says
-    that the payload is as long as what it holds, not as long as it may get.
+    There are ``grid_rows * grid_cols`` chunks. ``k`` counts entries of each chunk; with a ``variable_count`` those of
+    all chunks together. ``variable_length`` says that the payload is as long as what it holds, not as long as it may
+    get.
     """
 
     rows: int
@@ -213,22 +213,18 @@ class TensorPlan:
 
     @cached_property
     def chunk_numel(self) -> int:
-        """Coefficients of one chunk."""
         return self.chunk_rows * self.chunk_cols
 
     @cached_property
     def grid_rows(self) -> int:
-        """Chunks one below the other."""
         return -(-self.rows // self.chunk_rows)
 
     @cached_property
     def grid_cols(self) -> int:
-        """Chunks side by side."""
         return -(-self.cols // self.chunk_cols)
 
     @cached_property
     def chunks(self) -> int:
-        """How many chunks the tensor is cut into."""
         return self.grid_rows * self.grid_cols
 
     @cached_property
@@ -277,36 +273,49 @@ BIN_SHIFT = 16
 BINS = 1 << 15
 
 
-class Raised(NamedTuple):
-    """Bits between which a raised threshold lies: what reaches ``high`` is sent, and some of what reaches ``low``."""
-
-    low: int
-    high: int
-
-
 def threshold_bits(tau: float) -> int:
     """Return a threshold as the bits of a float32 without sign; one beyond all float32 is infinite."""
     return int(torch.tensor(tau, dtype=torch.float32).abs().view(torch.int32))
 
 
-def raise_threshold(bins: Tensor, tau_bits: int, k: int) -> Raised:
-    """Return the lowest edge of a bin, above the threshold, that at most ``k`` magnitudes reach, and the bin below.
+class ThresholdCounts(NamedTuple):
+    """What a variable selection will send: entries of each chunk (int64), of those that reach the threshold.
 
-    ``bins[b]`` counts the magnitudes of bin ``b``; bins up to the threshold's own need not be right.
+    Where more of a chunk reach it than are counted, the last of the threshold's own bin stay. The threshold is given
+    as the bits of a float32, which order magnitudes as their values do; a bin is what has the same upper 16 bits.
     """
+
+    counts: Tensor
+    tau_bits: int
+
+
+def choose_threshold(
+    plan: TensorPlan, count: Callable[[int], Tensor], count_bins: Callable[[], Tensor]
+) -> ThresholdCounts:
+    """Return what a variable plan sends.
+
+    If more than ``plan.k`` reach its threshold, the threshold rises to the bin at which ``plan.k`` are exceeded; of
+    that bin so many are sent as there is room for, those of the first chunks and lowest indices.
+
+    Args:
+        plan: has the threshold and ``k``.
+        count: returns how many magnitudes of each chunk reach a bound, given by its bits.
+        count_bins: returns how many magnitudes are in each bin; those up to the threshold's own need not be right.
+
+    """
+    tau_bits = threshold_bits(plan.tau)
+    counts = count(tau_bits)
+    if int(counts.sum()) <= plan.k:
+        return ThresholdCounts(counts, tau_bits)
     first = (tau_bits >> BIN_SHIFT) + 1
-    reaching = bins[first:].flip(0).cumsum(0).flip(0)
-    edge = first + int((reaching > k).sum())
-    return Raised(max(tau_bits, (edge - 1) << BIN_SHIFT), edge << BIN_SHIFT)
-
-
-def fill_up(low: Tensor, high: Tensor, k: int) -> Tensor:
-    """Return how many entries each chunk sends: those that reach the upper bound, and others until there are ``k``.
-
-    ``low`` and ``high`` count, for each chunk, what reaches either bound; chunks are filled in order.
-    """
-    between, room = low - high, k - int(high.sum())
-    return high + torch.minimum((room - entries_before(between)[:-1]).clamp(min=0), between)
+    reaching = count_bins()[first:].flip(0).cumsum(0).flip(0)
+    # At most k reach the end of the bin, which is above the threshold, and more than k the bin itself.
+    bin_end = (first + int((reaching > plan.k).sum())) << BIN_SHIFT
+    tau_bits = max(tau_bits, bin_end - (1 << BIN_SHIFT))
+    above = count(bin_end)
+    between, room = count(tau_bits) - above, plan.k - int(above.sum())
+    counts = above + torch.minimum((room - entries_before(between)[:-1]).clamp(min=0), between)
+    return ThresholdCounts(counts, tau_bits)
 
 
 def entries_before(counts: Tensor) -> Tensor:

@@ -153,7 +153,6 @@ def _decode(decoder: Decoder, out: Tensor) -> None:
     decoder.decode_([out], step=0, average="contributors")
 
 
-
 class TrainingStep(Protocol):
     """A workload on this rank's device, in three phases that must not communicate with other ranks.
 

@@ -1,6 +1,7 @@
 // As much of CUDA as flexcomm/kernels/gpu/codec.cu asks for, on the host: a thread of a block is one of the machine, and
 // blocks come one after the other. Compiled by cuda_on_host.py, with KERNELS the path of the text to run.
 
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <bit>
@@ -46,6 +47,9 @@ static void atomicMin(Word* at, Word value) {
     while (seen > value && !__atomic_compare_exchange_n(at, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
 }
+
+using std::max;
+using std::min;
 
 static unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 static float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }

@@ -63,7 +63,7 @@ def decode_as_documented(buffer: bytes, plan: TensorPlan, step: int, name: str) 
 
 def padding(plan: TensorPlan, section_bits: int) -> tuple[int, int]:
     """Return the bits behind each chunk's indices, and behind its values."""
-    if plan.is_variable:
+    if plan.variable_count:
         return 0, 0
     values = plan.values.name.lower()
     index_bits, value_bits = section_bits // plan.chunks, plan.k * VALUE_BITS[values]

@@ -7,7 +7,8 @@ import numpy as np
 from flexcomm.kernels.cpu.compiler import Float, Floats, FullWords, Int, compiled
 
 _FULL_WINDOW = np.uint64(0xFFFFFFFFFFFFFFFF)
-_MAGNITUDE = 0x7FFFFFFF
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INFINITY = np.uint32(0x7F800000)
 _LARGEST_BF16 = 0x7F7F
 _ZERO = np.float32(0.0)
 _HALF_ONE = np.float32(0.5)
@@ -59,21 +60,27 @@ def bf16_bits(bits: Int) -> Int:
 
 @compiled
 def fp16_bits(bits: Int) -> Int:
-    """Return the float16 nearest to a float32, both as bits; ties to even. What is too large becomes infinite."""
-    sign, magnitude = (bits >> 16) & 0x8000, bits & _MAGNITUDE
-    if magnitude >= 0x47800000:
-        return sign | 0x7C00
-    if magnitude >= 0x38800000:
-        return sign | ((magnitude + 0x0FFF + ((magnitude >> 13) & 1) - 0x38000000) >> 13)
+    """Return the nearest float16, ties to even, and NaN for NaN; without branches, so that it fits into vectors."""
+    magnitude = np.uint32(bits & _MAGNITUDE)
+    normal = np.uint32(magnitude + np.uint32(0x0FFF) + ((magnitude >> np.uint32(13)) & np.uint32(1)))
+    code = np.uint32(np.uint32(normal - np.uint32(0x38000000)) >> np.uint32(13))
     # Below the smallest normal float16 its step is 2**-24, which is also the step of float32 at one half.
-    return sign | (to_bits(from_bits(magnitude) + _HALF_ONE) - 0x3F000000)
+    small = np.uint32(
+        np.float32(np.uint32(magnitude).view(np.float32) + _HALF_ONE).view(np.uint32) - np.uint32(0x3F000000)
+    )
+    code = small if magnitude < np.uint32(0x38800000) else code
+    code = np.uint32(0x7C00) if magnitude >= np.uint32(0x47800000) else code
+    code = np.uint32(0x7E00) if magnitude > _INFINITY else code
+    return np.uint16(code | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
 
 
 @compiled
 def fp16_value(half: Int) -> Float:
-    """Return the value of a finite float16."""
-    magnitude = from_bits((half & 0x7FFF) << 13) * _TWO_TO_112
-    return -magnitude if half & 0x8000 else magnitude
+    """Return the value of a float16, finite or not."""
+    shifted = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
+    finite = np.float32(np.uint32(shifted).view(np.float32) * _TWO_TO_112).view(np.uint32)
+    magnitude = np.uint32(shifted | _INFINITY) if shifted >= np.uint32(0x0F800000) else finite
+    return np.uint32(magnitude | np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16))).view(np.float32)
 
 
 @compiled

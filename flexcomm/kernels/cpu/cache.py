@@ -4,11 +4,9 @@ numba's own cache (``cache=True``) is found by the path of the source file, look
 process compile for itself; its cache locators, which can be replaced publicly, change the path alone.
 
 A cache folder holds one folder per key (version, sources, processor, compiler), in which every compiled kernel is a
-file. Files are written under another name and renamed, so that none is ever seen half written; a file that is damaged
-all the same does not fit its checksum and counts as missing. While a kernel is compiled its lock file is locked by
-``flock``, which ends with the process that holds it, however that ends.
-
-Nothing of this module is compiled into a kernel: changing it compiles nothing anew.
+file. Files are written under another name and renamed, so that none is seen half written; one that is damaged all the
+same does not fit its checksum and counts as missing. While a kernel is compiled its lock file is locked by ``flock``,
+which ends with the process that holds it, however that ends.
 """
 
 from __future__ import annotations

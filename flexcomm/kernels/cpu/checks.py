@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flexcomm.kernels.cpu.compiler import FullWords, Int, Longs, compiled, kept
+from flexcomm.kernels.cpu.selection import mix32
 from flexcomm.kernels.layout import CHECKSUM_WORD, HEADER_NBYTES, HEADER_NWORDS, NONFINITE
 
 _FLAGS_WORD, _ENTRIES_WORD, _LENGTH_WORD = 1, 8, 10
@@ -16,12 +17,7 @@ def checksum(words: FullWords) -> Int:
     """Return the sum of all words but the checksum, each hashed with its place: it adds up in any order."""
     total = np.uint32(0)
     for i in range(words.size):
-        value = np.uint32(words[i] ^ np.uint32(np.uint32(i) * np.uint32(0x9E3779B9)))
-        value = np.uint32(value ^ (value >> np.uint32(16)))
-        value = np.uint32(value * np.uint32(0x85EBCA6B))
-        value = np.uint32(value ^ (value >> np.uint32(13)))
-        value = np.uint32(value * np.uint32(0xC2B2AE35))
-        value = np.uint32(value ^ (value >> np.uint32(16)))
+        value = mix32(words[i] ^ np.uint32(np.uint32(i) * np.uint32(0x9E3779B9)))
         total = np.uint32(total + (np.uint32(0) if i == CHECKSUM_WORD else value))
     return total
 

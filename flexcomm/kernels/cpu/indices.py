@@ -24,11 +24,11 @@ def put_numbers(words: FullWords, position: Int, width: Int, numbers: Ints, coun
     """Write the lowest ``width`` bits of numbers, one behind the other, as many at a time as fit a window."""
     if width == 0:
         return
-    at_once, lowest = _WINDOW_BITS // width, np.uint64((1 << width) - 1)
+    at_once, mask = _WINDOW_BITS // width, np.uint64((1 << width) - 1)
     for begin in range(0, count, at_once):
         many, window = min(at_once, count - begin), np.uint64(0)
         for i in range(many):
-            window |= (np.uint64(numbers[begin + i]) & lowest) << np.uint64(i * width)
+            window |= (np.uint64(numbers[begin + i]) & mask) << np.uint64(i * width)
         put_window(words, position + begin * width, window, many * width)
 
 
@@ -40,16 +40,13 @@ def put_indices(row: Longs, job: Longs) -> Int:
         own, position, count = picks_of(row, job, 0, at), position_of(row, job, at), entries_in(row, job, 0, at)
         if code == _PACKED:
             put_numbers(words, position, row[t.ENTRY_BITS], own, count)
-        elif code == _ELIAS_FANO:
-            put_numbers(words, position, low_bits, own, count)
-            position += count * low_bits
-            for entry in range(count):
-                bit = position + (own[entry] >> low_bits) + entry
-                words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
-        else:
-            for entry in range(count):
-                bit = position + own[entry]
-                words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
+            continue
+        # Of a bitmap, there are no low bits, and bits do not move with the entries before them.
+        put_numbers(words, position, low_bits, own, count)
+        position, step = position + count * low_bits, np.int64(code == _ELIAS_FANO)
+        for entry in range(count):
+            bit = position + (own[entry] >> low_bits) + step * entry
+            words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
     return 0
 
 

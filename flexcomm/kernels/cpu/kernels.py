@@ -45,7 +45,7 @@ from flexcomm.kernels.layout import (
     plan_layout,
 )
 from flexcomm.kernels.plan import BINS as HISTOGRAM_BINS
-from flexcomm.kernels.plan import SampleKey, entries_before, fill_up, raise_threshold, threshold_bits
+from flexcomm.kernels.plan import SampleKey, choose_threshold, entries_before
 
 Numbers = NDArray[np.int64]
 T = TypeVar("T")
@@ -275,15 +275,13 @@ class CpuEncoder:
                 t.run_loops(group.table, blocks, job, _addresses((selection.count_reaching,)))
             return torch.from_numpy(counts)
 
-        tau_bits = threshold_bits(plan.tau)
-        counts = count(tau_bits)
-        if int(counts.sum()) > plan.k:
+        def count_bins() -> Tensor:
             bins = np.zeros(HISTOGRAM_BINS, np.int64)
             job[t.COUNTS] = bins.ctypes.data
             t.run_loops(group.table, blocks, job, _addresses((selection.fill_histogram,)))
-            raised = raise_threshold(torch.from_numpy(bins), tau_bits, plan.k)
-            counts, tau_bits = fill_up(count(raised.low), count(raised.high), plan.k), raised.low
-        group.table[0, t.TAU_BITS] = tau_bits
+            return torch.from_numpy(bins)
+
+        counts, group.table[0, t.TAU_BITS] = choose_threshold(plan, count, count_bins)
         return entries_before(counts).numpy()
 
 

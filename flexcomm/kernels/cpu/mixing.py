@@ -14,6 +14,7 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexcomm.kernels.cpu.bits import fp16_bits, fp16_value
 from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Longs, compiled, kept, summing
 from flexcomm.kernels.cpu.instructions import pointer_to
 
@@ -25,8 +26,6 @@ _BLOCK = 2048
 """Elements added up at a time: three arrays of them stay in the nearest cache."""
 _INFINITY = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-_HALF_ONE = np.float32(0.5)
-_TWO_TO_112 = np.float32(2.0**112)
 
 
 def mixer_of(x: Tensor, terms: list[tuple[Tensor, float]], out: Tensor) -> Callable[[int, int], float]:
@@ -71,11 +70,8 @@ def mix_many(first: Int, last: Int, x: Reals, out: Reals, terms: Longs, weights:
             sums[:] = 0
         for number in range(terms.size):
             add_term(sums, carray(pointer_to(terms[number]), last, x.dtype)[begin:end], weights[number], number)
-        if x.ctypes.data == out.ctypes.data:
-            total += replace(x[begin:end], sums)
-        else:
-            total += distance(x[begin:end], sums)
-            copy(out[begin:end], sums)
+        total += distance(x[begin:end], sums)
+        copy(out[begin:end], sums)
     return total
 
 
@@ -139,16 +135,6 @@ def add_term(sums: Reals, term: Reals, weight: Float, number: Int) -> None:
 
 
 @summing
-def replace(x: Reals, new: Reals) -> Float:
-    total = 0.0
-    for i in range(x.size):
-        far = np.float64(new[i]) - np.float64(x[i])
-        x[i] = new[i]
-        total += far * far
-    return total
-
-
-@summing
 def distance(x: Reals, new: Reals) -> Float:
     total = 0.0
     for i in range(x.size):
@@ -170,7 +156,7 @@ def load(row: Floats, halves: Halves, kind: Int) -> None:
             row[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16)).view(np.float32)
     else:
         for i in range(row.size):
-            row[i] = any_fp16_value(np.uint32(halves[i]))
+            row[i] = fp16_value(np.uint32(halves[i]))
 
 
 @compiled
@@ -181,7 +167,7 @@ def store(halves: Halves, row: Floats, kind: Int) -> None:
             halves[i] = any_bf16_bits(bits[i])
     else:
         for i in range(row.size):
-            halves[i] = any_fp16_bits(bits[i])
+            halves[i] = fp16_bits(bits[i])
 
 
 @compiled
@@ -189,28 +175,3 @@ def any_bf16_bits(bits: Int) -> Int:
     """Return the nearest bfloat16, ties to even; of a NaN, a NaN, which rounding could make a zero of."""
     nearest = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.uint16(0x7FC0 if np.uint32(bits & _MAGNITUDE) > _INFINITY else nearest)
-
-
-@compiled
-def any_fp16_bits(bits: Int) -> Int:
-    """Return the nearest float16, ties to even, and NaN for NaN; without branches, so that it fits into vectors."""
-    magnitude = np.uint32(bits & _MAGNITUDE)
-    normal = np.uint32(magnitude + np.uint32(0x0FFF) + ((magnitude >> np.uint32(13)) & np.uint32(1)))
-    code = np.uint32(np.uint32(normal - np.uint32(0x38000000)) >> np.uint32(13))
-    # Below the smallest normal float16 its step is 2**-24, which is also the step of float32 at one half.
-    small = np.uint32(
-        np.float32(np.uint32(magnitude).view(np.float32) + _HALF_ONE).view(np.uint32) - np.uint32(0x3F000000)
-    )
-    code = small if magnitude < np.uint32(0x38800000) else code
-    code = np.uint32(0x7C00) if magnitude >= np.uint32(0x47800000) else code
-    code = np.uint32(0x7E00) if magnitude > _INFINITY else code
-    return np.uint16(code | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
-
-
-@compiled
-def any_fp16_value(half: Int) -> Float:
-    """Return the value of a float16, finite or not."""
-    shifted = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
-    finite = np.float32(np.uint32(shifted).view(np.float32) * _TWO_TO_112).view(np.uint32)
-    magnitude = np.uint32(shifted | _INFINITY) if shifted >= np.uint32(0x0F800000) else finite
-    return np.uint32(magnitude | np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16))).view(np.float32)

@@ -119,18 +119,14 @@ __device__ u32 mix32(u32 value) {
 
 // --- numbers, as bits ------------------------------------------------------------------------------------------------
 
-__device__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
-
-__device__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
-
 __device__ u32 magnitude_of(float value) { return __float_as_uint(value) & MAGNITUDE; }
 
 __device__ u32 bf16_bits(u32 bits) { return (u32)(((u64)bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16); }
 
-__device__ u32 bf16_up(float magnitude) { return smaller((__float_as_uint(magnitude) + 0xFFFFu) >> 16, LARGEST_BF16); }
+__device__ u32 bf16_up(float magnitude) { return min((__float_as_uint(magnitude) + 0xFFFFu) >> 16, LARGEST_BF16); }
 
 __device__ u32 saturated_bf16(float magnitude) {
-    return smaller(bf16_bits(__float_as_uint(magnitude)), LARGEST_BF16);
+    return min(bf16_bits(__float_as_uint(magnitude)), LARGEST_BF16);
 }
 
 __device__ float bf16_value(u32 code) { return __uint_as_float(code << 16); }
@@ -143,8 +139,10 @@ __device__ u32 fp16_bits(u32 magnitude) {
 }
 
 __device__ float fp16_value(u32 half) {
-    float magnitude = __uint_as_float((half & 0x7FFFu) << 13) * 5192296858534827628530496329220096.0f;  // 2**112
-    return __uint_as_float(__float_as_uint(magnitude) | ((half & 0x8000u) << 16));
+    u32 shifted = (half & 0x7FFFu) << 13;
+    float finite = __uint_as_float(shifted) * 5192296858534827628530496329220096.0f;  // 2**112
+    u32 magnitude = shifted < 0x0F800000u ? __float_as_uint(finite) : shifted | INFINITE;
+    return __uint_as_float(magnitude | ((half & 0x8000u) << 16));
 }
 
 // --- a block, and the team of its threads that works on one chunk -----------------------------------------------------
@@ -233,7 +231,7 @@ __device__ u32 rank_marks(Block& block, u32 length) {
     block.sync();
     u32 words = (length + 31u) >> 5;
     u32 share = (words + block.size - 1u) / block.size;
-    u32 first = smaller(block.rank * share, words), last = smaller(first + share, words);
+    u32 first = min(block.rank * share, words), last = min(first + share, words);
     u32 mine = 0u, total;
     for (u32 word = first; word < last; word++) mine += __popc(block.mark_word(word));
     total = mine;
@@ -303,11 +301,7 @@ __device__ void by_coefficient(const Block& block, u32 here, Visit visit) {
 // --- elements --------------------------------------------------------------------------------------------------------
 
 // Of 16 bits. What is decoded or mixed may be infinite or not a number, and stays so.
-__device__ float half_value(i64 element, u32 half) {
-    if (element == BFLOAT16) return bf16_value(half);
-    if ((half & 0x7C00u) != 0x7C00u) return fp16_value(half);
-    return __uint_as_float(((half & 0x8000u) << 16) | INFINITE | ((half & 0x03FFu) << 13));
-}
+__device__ float half_value(i64 element, u32 half) { return element == BFLOAT16 ? bf16_value(half) : fp16_value(half); }
 
 __device__ u32 half_code(i64 element, float value) {
     u32 bits = __float_as_uint(value), magnitude = bits & MAGNITUDE;
@@ -368,24 +362,9 @@ __device__ void do_step(const Step& step, float* x, float* y) {
     }
 }
 
-// Do a program on rows of so many lanes. Steps of one level share the threads; neighbouring threads have neighbouring
-// lanes, so their accesses to shared memory do not collide.
-__device__ void apply(const Block& block, const Transform& transform, float* rows, u32 lanes, u32 pitch) {
-    u32 across = smaller(lanes, block.threads), deep = block.threads / across;
-    u32 begin = block.thread % across, depth = block.thread / across;
-    for (u32 level = 0u; level < transform.levels; level++) {
-        int last = transform.bounds[level + 1u];
-        for (int number = transform.bounds[level] + depth; depth < deep && number < last; number += deep) {
-            const Step step = transform.steps[number];
-            for (u32 lane = begin; lane < lanes; lane += across) {
-                do_step(step, rows + step.i * pitch + lane, rows + step.j * pitch + lane);
-            }
-        }
-        __syncthreads();
-    }
-}
-
-// Do a program whose input k of lane l is value(k, l). Neighbouring threads have neighbouring lanes, or else inputs.
+// Do a program on rows of so many lanes; input k of lane l is value(k, l). Threads that load are neighbours by lane, or
+// else by input. Steps of one level share the threads; neighbours have neighbouring lanes, so their accesses to shared
+// memory do not collide.
 template <class Value>
 __device__ void apply_to(const Block& block, const Transform& transform, float* rows, u32 length, u32 lanes, u32 pitch,
                          bool by_lane, Value value) {
@@ -398,7 +377,18 @@ __device__ void apply_to(const Block& block, const Transform& transform, float* 
         rows[transform.inputs[k] * pitch + lane] = value(k, lane);
     }
     __syncthreads();
-    apply(block, transform, rows, lanes, pitch);
+    u32 across = min(lanes, block.threads), deep = block.threads / across;
+    u32 begin = block.thread % across, depth = block.thread / across;
+    for (u32 level = 0u; level < transform.levels; level++) {
+        int last = transform.bounds[level + 1u];
+        for (int number = transform.bounds[level] + depth; depth < deep && number < last; number += deep) {
+            const Step step = transform.steps[number];
+            for (u32 lane = begin; lane < lanes; lane += across) {
+                do_step(step, rows + step.i * pitch + lane, rows + step.j * pitch + lane);
+            }
+        }
+        __syncthreads();
+    }
 }
 
 // Fill `turned` with the unscaled coefficients of the group's chunks: one chunk of many rows, or many of one row.
@@ -437,10 +427,9 @@ __device__ void restore_chunks(Block& block, const Job& job, i64 first, u32 here
 
 // Return coefficient k of a chunk before it is scaled; a transformed chunk is kept turned.
 __device__ float coefficient(const Block& block, const Job& job, i64 chunk, u32 g, u32 k) {
-    u32 height = (u32)job.chunk_rows, width = (u32)job.chunk_cols, along = (u32)job.pitch_along;
+    u32 height = (u32)job.chunk_rows, width = (u32)job.chunk_cols;
     if (!job.transformed) return load_element(job, chunk, k / width, k % width);
-    if (height == 1u) return block.turned[job.along.outputs[k] * along + g];
-    return block.turned[job.along.outputs[k / height] * along + k % height];
+    return block.turned[job.along.outputs[k / height] * (u32)job.pitch_along + (height == 1u ? g : k % height)];
 }
 
 // Fill `row` with what the chunks hold: decay * state + factor * coefficients.
@@ -465,7 +454,7 @@ __device__ u32 count_reaching(Block& block, u32 bound) {
 
 __device__ u32 largest_magnitude(Block& block) {
     u32 mine = 0u;
-    for (u32 i = block.rank; i < block.length; i += block.size) mine = larger(mine, block.magnitude(i));
+    for (u32 i = block.rank; i < block.length; i += block.size) mine = max(mine, block.magnitude(i));
     return block.largest(mine);
 }
 
@@ -573,7 +562,7 @@ __device__ u32 quantise(i64 values, float value, Scales scales) {
     u32 bits = __float_as_uint(value), negative = bits >> 31;
     if (values == FP32) return bits;
     if (values == BF16) return (negative << 15) | saturated_bf16(fabsf(value));
-    if (values == FP16) return (negative << 15) | smaller(fp16_bits(bits & MAGNITUDE), LARGEST_FP16);
+    if (values == FP16) return (negative << 15) | min(fp16_bits(bits & MAGNITUDE), LARGEST_FP16);
     if (values == INT8) return scales.scale > 0.0f ? (u32)(int)rintf(value / scales.scale) & 0xFFu : 0u;
     if (values == SIGN) return negative;
     float level = scales.step > 0.0f ? rintf((fabsf(value) - scales.scale) / scales.step) : 0.0f;
@@ -619,8 +608,8 @@ struct Extremes {
 __device__ Extremes extremes_of(Block& block, const Job& job) {
     u32 largest = 0u, below = 0u;
     visit_selected(block, job, [&](u32 i, u32) {
-        largest = larger(largest, block.magnitude(i));
-        below = larger(below, MAGNITUDE - block.magnitude(i));
+        largest = max(largest, block.magnitude(i));
+        below = max(below, MAGNITUDE - block.magnitude(i));
     });
     largest = block.largest(largest);
     return {MAGNITUDE - block.largest(below), largest};
@@ -669,20 +658,18 @@ __device__ Entries entries_of(const Job& job, const Section& section, i64 chunk)
 }
 
 __device__ void put_index(const Job& job, Entries at, u32 count, u32 i, u32 entry) {
-    u32 low = (u32)job.own.low_bits;
+    u32 low = (u32)job.own.low_bits, moved = job.own.code == ELIAS_FANO ? entry : 0u;
     if (job.own.code == PACKED) {
         put(job.words, at.index_bit + entry * job.own.entry_bits, i, (u32)job.own.entry_bits);
-    } else if (job.own.code == ELIAS_FANO) {
+    } else if (job.own.code != NO_INDEX) {  // a bitmap has no low bits
         put(job.words, at.index_bit + (i64)entry * low, i & ((1u << low) - 1u), low);
-        put(job.words, at.index_bit + (i64)count * low + (i >> low) + entry, 1u, 1u);
-    } else if (job.own.code == BITMAP) {
-        put(job.words, at.index_bit + i, 1u, 1u);
+        put(job.words, at.index_bit + (i64)count * low + (i >> low) + moved, 1u, 1u);
     }
 }
 
 __device__ u32 read_marks(Block& block, const u32* words, i64 position, u32 length) {
     for (u32 word = block.rank; word < (length + 31u) >> 5; word += block.size) {
-        block.mark_word(word) = get(words, position + 32 * (i64)word, smaller(32u, length - 32u * word));
+        block.mark_word(word) = get(words, position + 32 * (i64)word, min(32u, length - 32u * word));
     }
     return rank_marks(block, length);
 }
@@ -701,16 +688,13 @@ __device__ u32 visit_entries(Block& block, const Job& job, const Section& sectio
         }
         return at.count;
     }
-    if (section.code == BITMAP) {
-        u32 found = read_marks(block, job.words, at.index_bit, length);
-        if (found == at.count) visit_marks(block, length, visit);
-        return found;
-    }
-    u32 high_bits = at.count + ((length - 1u) >> low);
+    bool is_bitmap = section.code == BITMAP;
+    u32 high_bits = is_bitmap ? length : at.count + ((length - 1u) >> low);
     u32 found = read_marks(block, job.words, at.index_bit + (i64)at.count * low, high_bits);
     if (found == at.count) {
         visit_marks(block, high_bits, [&](u32 bit, u32 entry) {
-            visit(((bit - entry) << low) | get(job.words, at.index_bit + (i64)entry * low, low), entry);
+            u32 high = is_bitmap ? bit : bit - entry;
+            visit((high << low) | get(job.words, at.index_bit + (i64)entry * low, low), entry);
         });
     }
     return found;
@@ -723,6 +707,10 @@ __device__ void send_chunk(Block& block, const Job& job, i64 chunk) {
     u32 count = select(block, job, chunk), broken = 0u;
     Entries at = entries_of(job, job.own, chunk);
     Scales scales = put_scales(block, job, count, chunk);
+    // A variable payload begins with its counts.
+    if (job.selection == THRESHOLD && block.rank == 0u) {
+        put(job.words, chunk * job.count_bits, count, (u32)job.count_bits);
+    }
     visit_selected(block, job, [&](u32 i, u32 entry) {
         float value = block.cell(i);
         u32 code = quantise(job.values, value, scales);
@@ -746,28 +734,24 @@ extern "C" __global__ void RESIDENT encode_chunks(const Job job) {
     });
 }
 
-// Count what reaches the threshold in each chunk and, behind all those counts, what reaches the end of its bin.
+// Count what reaches the threshold in each chunk.
 extern "C" __global__ void count_chunks(const Job job) {
     by_group(job, [&](Block& block, i64 first, u32 here) {
         accumulate(block, job, first, here);
         by_team(block, first, here, [&](i64 chunk) {
-            u32 tau_bits = (u32)job.tau_bits;
-            u32 low = count_reaching(block, tau_bits);
-            u32 high = count_reaching(block, bin_end(tau_bits));
-            if (block.rank) return;
-            job.counts[chunk] = low;
-            job.counts[job.chunks + chunk] = high;
+            u32 count = count_reaching(block, (u32)job.tau_bits);
+            if (block.rank == 0u) job.counts[chunk] = count;
         });
     });
 }
 
-// Count magnitudes from bin `first` on, by the upper half of their bits. Most are below, and nobody asks for them.
+// Count magnitudes above the threshold's bin, by the upper half of their bits. Most are below, and nobody asks for them.
 extern "C" __global__ void histogram_of_chunks(const Job job) {
     by_group(job, [&](Block& block, i64 first, u32 here) {
         accumulate(block, job, first, here);
         by_coefficient(block, here, [&](u32, u32, float& cell) {
             u32 bin = magnitude_of(cell) >> BIN_SHIFT;
-            if (bin >= job.first) atomicAdd((u64*)job.counts + bin, (u64)1);
+            if (bin > job.tau_bits >> BIN_SHIFT) atomicAdd((u64*)job.counts + bin, (u64)1);
         });
     });
 }
@@ -856,13 +840,6 @@ extern "C" __global__ void find_problems(const Job job) {
 __device__ i64 first_item() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 
 __device__ i64 items_apart() { return (i64)gridDim.x * blockDim.x; }
-
-// A payload begins with its counts.
-extern "C" __global__ void write_counts(const Job job) {
-    for (i64 chunk = first_item(); chunk < job.chunks; chunk += items_apart()) {
-        put(job.words, chunk * job.count_bits, (u32)job.counts[chunk], (u32)job.count_bits);
-    }
-}
 
 // Fill the counts of a payload that begins at word `first`; leave 1 in the answer if one exceeds a chunk.
 extern "C" __global__ void read_counts(const Job job) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,19 +13,18 @@ from flexcomm.kernels.base import Average, Problem
 from flexcomm.kernels.gpu.blocks import LaunchConfig, load_program, plan_chunk_launch, plan_item_launch
 from flexcomm.kernels.gpu.launcher import CupyLauncher, Job, Section, Term, Transform
 from flexcomm.kernels.layout import Layout
-from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState, ThresholdCounts
+from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState
 from flexcomm.kernels.plan import (
-    BIN_SHIFT,
     BINS,
     NO_SAMPLE_KEY,
     SampleKey,
     Selection,
     TensorPlan,
+    ThresholdCounts,
     ValueCode,
     check_implemented,
+    choose_threshold,
     entries_before,
-    fill_up,
-    raise_threshold,
     threshold_bits,
 )
 
@@ -53,16 +53,19 @@ class GpuKernels(PerTensorKernels):
         self._threads = threads
 
     def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
-        job, tau_bits = _coefficients_job(x, plan, NO_SAMPLE_KEY, state), threshold_bits(plan.tau)
-        counts, _ = self._count(job, plan, tau_bits)
-        if int(counts.sum()) <= plan.k:
-            return ThresholdCounts(counts, tau_bits)
-        bins = torch.zeros(BINS, dtype=torch.int64, device=x.device)
-        job.set(first=(tau_bits >> BIN_SHIFT) + 1, counts=bins)
-        self._launch_chunks("histogram_of_chunks", plan, job)
-        raised = raise_threshold(bins, tau_bits, plan.k)
-        low, high = self._count(job, plan, raised.low)
-        return ThresholdCounts(fill_up(low, high, plan.k), raised.low)
+        job = _coefficients_job(x, plan, NO_SAMPLE_KEY, state)
+
+        def count(kernel: str, length: int, bound: int) -> Tensor:
+            counts = torch.zeros(length, dtype=torch.int64, device=x.device)
+            job.set(tau_bits=bound, counts=counts)
+            self._launch_chunks(kernel, plan, job)
+            return counts
+
+        return choose_threshold(
+            plan,
+            count=partial(count, "count_chunks", plan.chunks),
+            count_bins=partial(count, "histogram_of_chunks", BINS, threshold_bits(plan.tau)),
+        )
 
     def encode_tensor_(
         self,
@@ -81,7 +84,6 @@ class GpuKernels(PerTensorKernels):
         job.own = _section(0, layout, before)
         if threshold is not None:
             job.set(counts=threshold.counts, tau_bits=threshold.tau_bits)
-            self._launch_items("write_counts", plan.chunks, job)
         self._launch_chunks("encode_chunks", plan, job)
         return int(answer) == 0
 
@@ -146,13 +148,6 @@ class GpuKernels(PerTensorKernels):
         job.set(memory=x, out=out, distances=distances, terms=_list_records(terms, x.device) if terms else None)
         self._launch("mix", config, job)
         return distances.sum()
-
-    def _count(self, job: Job, plan: TensorPlan, tau_bits: int) -> tuple[Tensor, Tensor]:
-        """Return how many of each chunk reach the threshold, and how many reach the end of its bin."""
-        counts = torch.zeros(2, plan.chunks, dtype=torch.int64, device=job.device)
-        job.set(tau_bits=tau_bits, counts=counts)
-        self._launch_chunks("count_chunks", plan, job)
-        return counts[0], counts[1]
 
     def _launch_items(self, kernel: str, items: int, job: Job) -> None:
         if items:

@@ -244,8 +244,7 @@ def _by_chunk(picked: Tensor, chosen: Tensor, filler: float) -> Tensor:
     counts = chosen.sum(dim=1)
     width = max(1, int(counts.max()) if counts.numel() else 1)
     rows = picked.new_full((chosen.shape[0], width), filler)
-    places = torch.arange(width, device=picked.device).expand_as(rows) < counts.unsqueeze(1)
-    rows[places] = picked
+    rows[entry_places(counts)] = picked
     return rows
 
 

@@ -8,23 +8,21 @@ import torch
 from torch import Tensor
 
 from flexcomm.kernels.base import Average, Problem
-from flexcomm.kernels.layout import CHECKSUM_WORD, IndexCode, Layout
-from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState, ThresholdCounts
+from flexcomm.kernels.layout import IndexCode, Layout, checksum_of
+from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState
 from flexcomm.kernels.plan import (
     BIN_SHIFT,
     BINS,
     SampleKey,
     Selection,
     TensorPlan,
+    ThresholdCounts,
     check_implemented,
-    fill_up,
-    raise_threshold,
-    threshold_bits,
+    choose_threshold,
 )
 from flexcomm.kernels.reference.codes import (
     CODES,
     GOLDEN,
-    LOW32,
     dequantise,
     divided,
     entry_positions,
@@ -49,14 +47,12 @@ class ReferenceKernels(PerTensorKernels):
     name = "reference"
 
     def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
-        magnitudes, tau_bits = magnitude_bits(accumulate(x, plan, state.state, state.update)), threshold_bits(plan.tau)
-        counts = (magnitudes >= tau_bits).sum(dim=1)
-        if int(counts.sum()) <= plan.k:
-            return ThresholdCounts(counts, tau_bits)
-        bins = torch.bincount(magnitudes.view(-1) >> BIN_SHIFT, minlength=BINS)
-        raised = raise_threshold(bins, tau_bits, plan.k)
-        low, high = ((magnitudes >= bound).sum(dim=1) for bound in raised)
-        return ThresholdCounts(fill_up(low, high, plan.k), raised.low)
+        magnitudes = magnitude_bits(accumulate(x, plan, state.state, state.update))
+        return choose_threshold(
+            plan,
+            count=lambda bound: (magnitudes >= bound).sum(dim=1),
+            count_bins=lambda: torch.bincount(magnitudes.view(-1) >> BIN_SHIFT, minlength=BINS),
+        )
 
     def encode_tensor_(
         self,
@@ -133,10 +129,7 @@ class ReferenceKernels(PerTensorKernels):
         out.copy_(restore(mean, plan).reshape(out.shape).to(out.dtype))
 
     def checksum(self, words: Tensor) -> int:
-        places = torch.arange(words.numel(), device=words.device)
-        hashed = mix32(words.to(torch.int64) ^ (places * GOLDEN))
-        hashed[CHECKSUM_WORD] = 0
-        return int(hashed.sum()) & LOW32
+        return checksum_of(words.cpu().numpy())
 
     def mix_(
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
@@ -191,15 +184,13 @@ def _mask(plan: TensorPlan, indices: Tensor) -> Tensor:
     return chosen.scatter_(1, indices, True)
 
 
-def _top_k(magnitudes: Tensor, plan: TensorPlan, threshold: ThresholdCounts | None) -> Tensor:
-    del threshold
+def _top_k(magnitudes: Tensor, plan: TensorPlan, _: ThresholdCounts | None) -> Tensor:
     order = magnitudes.sort(dim=1, descending=True, stable=True).indices
     return _mask(plan, order[:, : plan.k])
 
 
-def _threshold(magnitudes: Tensor, plan: TensorPlan, threshold: ThresholdCounts | None) -> Tensor:
+def _threshold(magnitudes: Tensor, _: TensorPlan, threshold: ThresholdCounts | None) -> Tensor:
     """Select what reaches the threshold; of its own bin, so many of lowest index that the counts are kept."""
-    del plan
     assert threshold is not None, "a variable plan is encoded with its threshold"  # noqa: S101  (our own invariant)
     bin_end = ((threshold.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT
     above = magnitudes >= bin_end
