@@ -81,7 +81,6 @@ ALLOWED = {
     "_turn": "a rotation of the transform",
     "is_kept_by": "a bound that is kept",
     "joined": "vectors put together",
-    "kept": "kernels kept in the cache",
     "measure_alone": "without communication",
     "several_are_under_way_at_once": "not finished",
     "whole_parameters": "parameters gathered from all shards",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexcomm.kernels.cpu.compiler import FullWords, Int, Longs, compiled, kept
+from flexcomm.kernels.cpu.compiler import FullWords, Int, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.selection import mix32
 from flexcomm.kernels.layout import CHECKSUM_WORD, HEADER_NBYTES, HEADER_NWORDS, NONFINITE
 
@@ -22,7 +22,7 @@ def checksum(words: FullWords) -> Int:
     return total
 
 
-@kept
+@cached_kernel
 def write_header(words: FullWords, header: FullWords) -> None:
     """Write a header, whose checksum is still to be filled in, in front of what is there."""
     for i in range(HEADER_NWORDS):
@@ -30,7 +30,7 @@ def write_header(words: FullWords, header: FullWords) -> None:
     words[CHECKSUM_WORD] = checksum(words)
 
 
-@kept
+@cached_kernel
 def check_headers(words: FullWords, regions: Longs, expected: FullWords, variable_count: Int) -> Int:
     """Return 2 * (1 + the first sender whose header is not as expected), or 1 + that for the first with a flag, or 0.
 

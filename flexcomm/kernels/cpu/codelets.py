@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from flexcomm.kernels import butterflies
 from flexcomm.kernels.base import EpilogueKind
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu.compiler import LOOP, Int, Longs, kept
+from flexcomm.kernels.cpu.compiler import LOOP, Int, Longs, cached_kernel
 from flexcomm.kernels.cpu.instructions import Built, Instruction, emit_prefetch
 
 Vectors = list[Any]
@@ -254,7 +254,7 @@ _rows_plain_step = _unrolled(partial(_idct_rows, kind="plain_step"))
 _flat_rows, _flat_rows_back = (_unrolled(partial(_flat, program=program)) for program in (_FORWARD, _BACK))
 
 
-@kept
+@cached_kernel
 def dct_columns(row: Longs, job: Longs) -> Int:
     """The DCT down 64 rows of memory, which are PITCH apart; the result is turned: a column's coefficients are a row.
 
@@ -263,49 +263,49 @@ def dct_columns(row: Longs, job: Longs) -> Int:
     return _columns(row, job)
 
 
-@kept
+@cached_kernel
 def dct_rows(row: Longs, job: Longs) -> Int:
     """The DCT down the 64 rows of a tile, times FACTOR; MAXIMA are running maxima of the results' magnitudes."""
     return _rows(row, job)
 
 
-@kept
+@cached_kernel
 def dct_rows_and_state(row: Longs, job: Longs) -> Int:
     """The same, added to DECAY times the state."""
     return _rows_and_state(row, job)
 
 
-@kept
+@cached_kernel
 def idct_columns(row: Longs, job: Longs) -> Int:
     """The inverse DCT down the 64 rows of a tile; each lane's result is a row, whose address TARGET lists."""
     return _columns_back(row, job)
 
 
-@kept
+@cached_kernel
 def idct_rows(row: Longs, job: Longs) -> Int:
     """The inverse DCT down the 64 rows of a tile, times FACTOR, to rows of memory, which are PITCH apart."""
     return _rows_stored(row, job)
 
 
-@kept
+@cached_kernel
 def idct_rows_sign_step(row: Longs, job: Longs) -> Int:
     """The same, but rows of memory, times KEEP, take a step of LR against its sign."""
     return _rows_sign_step(row, job)
 
 
-@kept
+@cached_kernel
 def idct_rows_plain_step(row: Longs, job: Longs) -> Int:
     """The same, but it is subtracted from rows of memory, times KEEP."""
     return _rows_plain_step(row, job)
 
 
-@kept
+@cached_kernel
 def dct_flat(row: Longs, job: Longs) -> Int:
     """The DCT along some rows of 64 elements, one behind the other, times FACTOR: turned, transformed, turned back."""
     return _flat_rows(row, job)
 
 
-@kept
+@cached_kernel
 def idct_flat(row: Longs, job: Longs) -> Int:
     """The inverse of :func:`dct_flat`."""
     return _flat_rows_back(row, job)

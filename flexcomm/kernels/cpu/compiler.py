@@ -71,7 +71,7 @@ def summing(function: Function) -> Function:
     return cast("Function", numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc"})(function))
 
 
-def kept(function: Function) -> Function:
+def cached_kernel(function: Function) -> Function:
     """Compile a loop that Python calls, once per machine: see :mod:`flexcomm.kernels.cpu.cache`."""
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     share(dispatcher, _SOURCES)

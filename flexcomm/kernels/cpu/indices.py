@@ -7,7 +7,7 @@ import numpy as np
 from flexcomm.kernels.base import Problem
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.bits import get_window, put_window
-from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs, compiled, kept
+from flexcomm.kernels.cpu.compiler import FullWords, Int, Ints, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.instructions import count_bits, lowest_bit, words_at
 from flexcomm.kernels.cpu.tables import entries_before, entries_in, picks_of, start_of
 from flexcomm.kernels.layout import IndexCode
@@ -32,7 +32,7 @@ def put_numbers(words: FullWords, position: Int, width: Int, numbers: Ints, coun
         put_window(words, position + begin * width, window, many * width)
 
 
-@kept
+@cached_kernel
 def put_indices(row: Longs, job: Longs) -> Int:
     """Write the picks of chunks."""
     words, code, low_bits = words_at(job[t.WORDS]), row[t.CODE], row[t.LOW_BITS]
@@ -107,7 +107,7 @@ def get_indices(words: FullWords, position: Int, row: Longs, picks: Ints, count:
     return not wrong and (count == 0 or (picks[0] >= 0 and picks[count - 1] < numel))
 
 
-@kept
+@cached_kernel
 def read_indices(row: Longs, job: Longs) -> Int:
     """Fill in the picks of one sender."""
     words = words_at(job[t.WORDS])
@@ -118,7 +118,7 @@ def read_indices(row: Longs, job: Longs) -> Int:
     return 0
 
 
-@kept
+@cached_kernel
 def put_counts(row: Longs, job: Longs) -> Int:
     """Write how many entries each chunk has, in front of their indices."""
     words, width = words_at(job[t.WORDS]), count_width(row)
@@ -137,7 +137,7 @@ def count_width(row: Longs) -> Int:
     return width
 
 
-@kept
+@cached_kernel
 def read_counts(words: FullWords, width: Int, counts: Longs) -> Int:
     """Fill ``counts``; return the largest of them."""
     top = np.int64(0)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcomm.kernels.cpu.bits import fp16_bits, fp16_value
-from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Longs, compiled, kept, summing
+from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Longs, cached_kernel, compiled, summing
 from flexcomm.kernels.cpu.instructions import pointer_to
 
 Reals = NDArray[Any]  # of float32, or of float64
@@ -47,7 +47,7 @@ def mixer_of(x: Tensor, terms: list[tuple[Tensor, float]], out: Tensor) -> Calla
     return lambda first, last: mix_many(first, last, own, filled, addresses, factors)
 
 
-@kept
+@cached_kernel
 def mix_two(x: Reals, self_weight: Float, other: Reals, weight: Float, out: Reals) -> Float:
     """Fill ``out`` with ``self_weight * x + weight * other``; return how far it is from ``x``, squared."""
     # Where memory may overlap, loops do not fit into vectors: so there is one that is told of x alone.
@@ -56,7 +56,7 @@ def mix_two(x: Reals, self_weight: Float, other: Reals, weight: Float, out: Real
     return mix_two_apart(x, self_weight, other, weight, out)
 
 
-@kept
+@cached_kernel
 def mix_many(first: Int, last: Int, x: Reals, out: Reals, terms: Longs, weights: Reals) -> Float:
     """Fill a part of ``out`` with the weighted sum of terms; return how far it is from ``x``, squared.
 
@@ -75,7 +75,7 @@ def mix_many(first: Int, last: Int, x: Reals, out: Reals, terms: Longs, weights:
     return total
 
 
-@kept
+@cached_kernel
 def mix_halves(first: Int, last: Int, x: Halves, out: Halves, terms: Longs, weights: Floats, kind: Int) -> Float:
     """Do what :func:`mix_many` does, for 16-bit elements of a kind."""
     memory, total = np.empty((3, _BLOCK), np.float32), 0.0

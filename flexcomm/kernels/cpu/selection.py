@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu.compiler import Int, Ints, Longs, compiled, kept
+from flexcomm.kernels.cpu.compiler import Int, Ints, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.instructions import WINDOW, count_bits, ints_at, longs_at, lowest_bit, reaching
 from flexcomm.kernels.cpu.tables import coefs_at, entries_in, picks_of
 from flexcomm.kernels.plan import BIN_SHIFT, Selection
@@ -103,7 +103,7 @@ def drop_last(magnitudes: Ints, bound: Int, k: Int, picks: Ints, count: Int) -> 
         left += is_below
 
 
-@kept
+@cached_kernel
 def pick_top_k(row: Longs, job: Longs) -> Int:
     """Pick the ``k`` largest magnitudes of every chunk; of equals those of lowest index.
 
@@ -178,7 +178,7 @@ def fill_up_with_zeros(picks: Ints, count: Int, chosen: Ints, k: Int) -> None:
         found += 1
 
 
-@kept
+@cached_kernel
 def count_reaching(row: Longs, job: Longs) -> Int:
     """Count the magnitudes of each chunk that reach a bound."""
     counts, limit = longs_at(job[t.COUNTS]), np.int32(job[t.BOUND])
@@ -190,7 +190,7 @@ def count_reaching(row: Longs, job: Longs) -> Int:
     return 0
 
 
-@kept
+@cached_kernel
 def fill_histogram(row: Longs, job: Longs) -> Int:
     """Count magnitudes by the upper half of their bits."""
     bins = longs_at(job[t.COUNTS])
@@ -201,7 +201,7 @@ def fill_histogram(row: Longs, job: Longs) -> Int:
     return 0
 
 
-@kept
+@cached_kernel
 def pick_threshold(row: Longs, job: Longs) -> Int:
     """Pick the magnitudes that reach the tensor's threshold: so many of each chunk as BEFORE says.
 
@@ -250,7 +250,7 @@ def permute(place: Int, k0: Int, k1: Int, k2: Int, k3: Int, mask: Int, half: Int
     return place
 
 
-@kept
+@cached_kernel
 def pick_random_k(row: Longs, job: Longs) -> Int:
     """Pick ``k`` of every chunk from an order of its places that the key determines, from START on.
 
@@ -288,7 +288,7 @@ def pick_random_k(row: Longs, job: Longs) -> Int:
     return 0
 
 
-@kept
+@cached_kernel
 def pick_striding(row: Longs, job: Longs) -> Int:
     """Pick ``k`` of every chunk, evenly spaced, from START on."""
     k, numel, start, turned = row[t.K], row[t.NUMEL], row[t.START], 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, compiled, kept
+from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.instructions import call_loop, floats_at, ints_at, longs_at
 
 TENSOR_COLUMNS = 38
@@ -48,7 +48,7 @@ reaches a BOUND; from SOURCE on, the arguments of a codelet.
 """
 
 
-@kept
+@cached_kernel
 def run_loops(table: Longs, blocks: Longs, job: Longs, loops: Longs) -> Int:
     """Run all loops on each block, ``[tensor, first chunk, last chunk]``; stop at the first problem.
 

@@ -17,7 +17,7 @@ from flexcomm.kernels import butterflies
 from flexcomm.kernels.base import EpilogueKind, Problem
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.codelets import LANES, LENGTH, LINE, SQUARE_BINS
-from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, compiled, kept
+from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.instructions import call_loop, floats_at, ints_at, longs_at, prefetch
 from flexcomm.kernels.cpu.tables import coefs_at, entries_in, float_of, picks_of, sent_of
 
@@ -84,7 +84,7 @@ def ahead_of(chunk: Int, pitch: Int, lane: Int) -> Int:
     return chunk + 4 * (lane // LINE * LINE + lane % LINE // LANES * (LENGTH * LANES // LINE) * pitch)
 
 
-@kept
+@cached_kernel
 def accumulate_square(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of squares of 64 by 64, and their maxima."""
     tile, edge, maxima = job[t.TILES], job[t.TILES] + 4 * SQUARE, job[t.TILES] + 8 * SQUARE
@@ -114,7 +114,7 @@ def accumulate_square(row: Longs, job: Longs) -> Int:
     return 0
 
 
-@kept
+@cached_kernel
 def accumulate_flat(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of rows of 64."""
     edge, tile = job[t.TILES], job[t.TILES] + 4 * LANES * LENGTH
@@ -151,7 +151,7 @@ def add_state(row: Longs, job: Longs, chunk: Int, numel: Int, factor: Float, coe
             out[i] = decay * before[i] + factor * given[i]
 
 
-@kept
+@cached_kernel
 def accumulate_plain(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of chunks that are not transformed."""
     numel, factor = row[t.NUMEL], float_of(row[t.FACTOR])
@@ -222,7 +222,7 @@ def transpose(source: Int, rows: Int, cols: Int, target: Int) -> None:
             turned[j * rows + i] = given[i * cols + j]
 
 
-@kept
+@cached_kernel
 def accumulate_any(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of chunks of any size, by lists."""
     height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], side_by_side(row)
@@ -257,7 +257,7 @@ def side_by_side(row: Longs) -> Int:
 # --- back -------------------------------------------------------------------------------------------------------------
 
 
-@kept
+@cached_kernel
 def add_sent(row: Longs, job: Longs) -> Int:
     """Add the SHARE of what the only sender sent of chunks to their states."""
     share = float_of(job[t.SHARE])
@@ -346,7 +346,7 @@ def sort_columns(total: Floats, touched: Ints, count: Int, columns: Floats, slot
     return used
 
 
-@kept
+@cached_kernel
 def decode_square(row: Longs, job: Longs) -> Int:
     """Finish squares of 64 by 64.
 
@@ -412,7 +412,7 @@ def forget_columns(touched: Ints, count: Int, columns: Floats, slots: Longs, tur
             clear(turned + 4 * column * LENGTH, LENGTH)
 
 
-@kept
+@cached_kernel
 def decode_flat(row: Longs, job: Longs) -> Int:
     """Finish rows of 64."""
     tile, marks, touched = job[t.TILES], job[t.MEMORY], job[t.MEMORY] + 4 * LENGTH
@@ -453,7 +453,7 @@ def step_shared(row: Longs, job: Longs) -> None:
                 chunk[index] = stepped(kind, chunk[index], average, lr, _ONE)
 
 
-@kept
+@cached_kernel
 def decode_plain(row: Longs, job: Longs) -> Int:
     """Finish chunks that are not transformed: a step without weight decay touches only what was sent."""
     numel, kind, lr, keep = row[t.NUMEL], job[t.EPILOGUE], float_of(job[t.LR]), float_of(job[t.KEEP])
@@ -480,7 +480,7 @@ def decode_plain(row: Longs, job: Longs) -> Int:
     return 0
 
 
-@kept
+@cached_kernel
 def decode_any(row: Longs, job: Longs) -> Int:
     """Finish chunks of any size, by lists; they are those that lead back."""
     numel, factor, pitch = row[t.NUMEL], float_of(row[t.FACTOR]), row[t.COLS]

@@ -19,7 +19,7 @@ from flexcomm.kernels.cpu.bits import (
     sum_magnitudes,
     to_bits,
 )
-from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Longs, compiled, kept
+from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.instructions import bytes_at, floats_at, halves_at, ints_at, words_at
 from flexcomm.kernels.cpu.tables import coefs_at, entries_before, entries_in, float_of, picks_of, sent_of, start_of
 from flexcomm.kernels.plan import ValueCode
@@ -279,7 +279,7 @@ def _loops(put: Callable[..., None], get: Callable[..., None]) -> tuple[Callable
 
     for loop, code in ((put_loop, put), (get_loop, get)):
         loop.__name__ = loop.__qualname__ = f"{code.__name__}_chunks"
-    return kept(put_loop), kept(get_loop)
+    return cached_kernel(put_loop), cached_kernel(get_loop)
 
 
 CODES = {
@@ -295,7 +295,7 @@ _SCALES = tuple(code.format.scales for code in CODES)
 _MASKS = tuple(code.format.nonfinite_mask for code in CODES)
 
 
-@kept
+@cached_kernel
 def check_values(row: Longs, job: Longs) -> Int:
     """Check that the scales and values of all chunks of one sender's tensor are finite."""
     code, wrong = row[t.VALUE_CODE], np.int32(0)
