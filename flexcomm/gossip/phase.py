@@ -52,12 +52,10 @@ class Group:
 
     @property
     def own_weight(self) -> float:
-        """The weight of a member's own value."""
         return 1.0 / len(self.members) if self.self_weight is None else self.self_weight
 
     @property
     def peer_weight(self) -> float:
-        """The weight of every other member's value."""
         return self.own_weight if self.self_weight is None else (1.0 - self.self_weight) / (len(self.members) - 1)
 
 
@@ -101,7 +99,6 @@ class Round:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the node has no peer."""
         return not (self.sends_to or self.receives_from or self.group)
 
 
