@@ -99,7 +99,7 @@ class ReadyBuckets:
     waits for those before it, and :meth:`launch_rest` launches what backward did not.
     """
 
-    def __init__(self, launch: Callable[[Bucket], None]) -> None:
+    def __init__(self, launch: Callable[[Any], None]) -> None:  # Any: a Bucket, of the kind that is watched
         self._launch = launch
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}

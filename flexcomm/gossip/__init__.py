@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flexcomm.gossip.api import plan_mix
 from flexcomm.gossip.graphs import (
-    RandomSchedule,
     alternating,
     alternating_exponential_ring,
     base,
@@ -17,7 +16,7 @@ from flexcomm.gossip.graphs import (
     static_exponential,
 )
 from flexcomm.gossip.phase import Edge, Group, Phase, Round, round_of
-from flexcomm.gossip.schedule import Schedule, ScheduleLike, ScheduleReport, from_edges, from_matrix
+from flexcomm.gossip.schedule import RandomSchedule, Schedule, ScheduleLike, ScheduleReport, from_edges, from_matrix
 
 __all__ = [
     "Edge",

@@ -1,8 +1,4 @@
-"""The verbs: nodes mix their tensors with those of a few others, instead of averaging over all.
-
-``x`` becomes ``W x``, where ``W`` holds the weights of one phase of a schedule: over nodes, and in equal parts over the
-ranks of a node.
-"""
+"""The verbs: ``x`` becomes ``W x``, where ``W`` holds the weights of one phase of a schedule over nodes."""
 
 from __future__ import annotations
 
@@ -59,12 +55,10 @@ def mix(
         step: selects the phase of the schedule.
         world: the ranks; those that ``flexcomm.connect()`` finds, if none are given.
         sharded: True if the tensors are shards, as FSDP's are: the ranks of a node do not average them.
-        gamma: the share of the way from ``x`` to ``W x``, above 0 and at most 1. Default: 1 or, with a compressor, a
-            share that converges.
+        gamma: the share of the way from ``x`` to ``W x``; if None, 1 or, with a compressor, one that converges.
         push_sum: this node's push-sum weight, needed if the schedule is not doubly stochastic; one object for each set
             of tensors, kept from step to step.
-        compressor: sends compressed changes of the tensors instead of the tensors; needs a fixed schedule, and
-            ``residuals``.
+        compressor: sends compressed changes of the tensors; needs a fixed schedule, and ``residuals``.
         residuals: the state of compressed mixing; one object for each set of tensors, kept from step to step.
         communicator: names the process groups and the thread that run the mix. Ranks start the mixes of one
             communicator in the same order; those of different ones need no common order.
@@ -79,8 +73,7 @@ def mix(
     Example:
         >>> import torch, flexcomm
         >>> with flexcomm.connect() as world:
-        ...     schedule = flexcomm.gossip.base(world.topology.nodes)
-        ...     flexcomm.mix(torch.ones(3), schedule, 0, world=world).tensors
+        ...     flexcomm.mix(torch.ones(3), flexcomm.gossip.base(world.topology.nodes), 0, world=world).tensors
         tensor([1., 1., 1.])
 
     """
@@ -120,8 +113,7 @@ def start_mix(
     Example:
         >>> import torch, flexcomm
         >>> with flexcomm.connect() as world:
-        ...     schedule = flexcomm.gossip.base(world.topology.nodes)
-        ...     handle = flexcomm.start_mix(torch.ones(3), schedule, 0, world=world)
+        ...     handle = flexcomm.start_mix(torch.ones(3), flexcomm.gossip.base(world.topology.nodes), 0, world=world)
         ...     handle.wait().tensors
         tensor([1., 1., 1.])
 
@@ -143,25 +135,19 @@ def start_mix(
             )
     if residuals is not None:
         residuals.claim()
-    node = world.topology.node
+    node, buffers = world.topology.node, plan.pool.take()
+    if len(xs) == 1 and xs[0].is_contiguous():
+        x = xs[0].detach().view(-1)
+    else:
+        parts = [one.detach().reshape(-1) for one in xs] or [torch.empty(0, device=world.device)]
+        numel, dtype = sum(map(Tensor.numel, parts)), parts[0].dtype
+        x = torch.cat(parts, out=buffers.get("input", lambda: buffers.allocate(numel, dtype=dtype)))
     # Compressed payloads cannot be added on the way.
     round_ = round_of(schedule.phase(step), node, reduces=compressor is None)
     # Nodes without a peer count, too: the headers of all nodes carry the number of the call.
     sequence = 0 if plan.threads is None else plan.threads.next_sequence()
-    ctx = MixContext(
-        plan=plan,
-        tensors=[x.detach() for x in xs],
-        outputs=outputs,
-        node=node,
-        round=round_,
-        step=step,
-        sequence=sequence,
-        push_sum=push_sum,
-        push_weight=1.0 if push_sum is None else push_sum.weight,
-        residuals=residuals,
-        buffers=plan.pool.take(),
-        record=SyncRecord(syncs=1, dense_bytes=plan.numel * plan.dtype.itemsize),
-    )
+    record = SyncRecord(syncs=1, dense_bytes=x.nbytes)
+    ctx = MixContext(plan, x, outputs, node, round_, step, sequence, push_sum, residuals, buffers, record)
     task = BucketTask(ctx, mix_bucket(ctx), threading.Event())
     if plan.threads is None or (round_.is_idle and plan.ranks == 1):
         task.resume(None)  # It sends nothing, and waits for no mix that does.
@@ -184,11 +170,9 @@ def plan_mix(
 ) -> None:
     """Agree on a mix and make its process groups, without sending any tensor. All ranks call it together.
 
-    Later calls of :func:`start_mix` with the same arguments need no agreement, so they can be made where ranks may
-    come in different orders, such as in the hooks of a backward pass.
-
-    :func:`mix` explains the arguments. Of ``tensors`` only shapes, dtypes and the device matter; ``has_push_sum`` and
-    ``has_residuals`` say whether the calls will pass ``push_sum`` and ``residuals``.
+    Later calls of :func:`start_mix`, which has the same arguments, need no agreement, so they can be made where ranks
+    come in different orders, such as in the hooks of a backward pass. Of ``tensors`` only shapes, dtypes and the device
+    matter; ``has_push_sum`` and ``has_residuals`` say whether the calls will pass ``push_sum`` and ``residuals``.
     """
     settings = MixSettings(sharded, gamma, compressor, communicator, has_push_sum, has_residuals)
     plan_for(world or default_world(), tensors, schedule, settings)
@@ -200,6 +184,8 @@ class MixHandle(Generic[T]):
     def __init__(self, world: World, task: BucketTask[MixContext], result: T) -> None:
         self._world, self._task, self._is_explained = world, task, False
         self._result: T = result
+        self.record = task.ctx.record
+        """The bytes and seconds of this mix so far."""
 
     def wait(self) -> MixResult[T]:
         """Return the mixed tensors. Further calls return them again, or raise the same error again."""
@@ -236,11 +222,6 @@ class MixHandle(Generic[T]):
     def done(self) -> bool:
         """Return whether all messages were received, so that ``wait`` does not block."""
         return self._task.is_done
-
-    @property
-    def record(self) -> SyncRecord:
-        """The bytes and seconds of this mix so far."""
-        return self._task.ctx.record
 
     def _unclaim(self) -> None:
         if self._task.ctx.residuals is not None:

@@ -1,39 +1,32 @@
 """Graphs: schedules known by name. Each takes the number of nodes; for one node it does nothing.
 
 [Note: Base-(k+1) graphs]
-Any number of nodes average exactly, with at most k peers each at a time. Takezawa et al. 2023, arXiv 2305.11420. Three
-constructions, each built from the one before:
+Any number of nodes average exactly, with at most k peers each at a time. Takezawa et al. 2023, arXiv 2305.11420.
 
 * A *hyper-hypercube* of n = n_1 * n_2 * ... nodes, every n_i at most k+1, numbers nodes by digits and averages along
   one digit after the other.
-* A *simple* graph takes the digits of n in base k+1. Each digit gives a part of as many equal blocks, and the parts
-  average within themselves. Then, part by part from the largest: every node in smaller parts is linked with one node
-  of every block, with weights such that each block, and the rest, has the mean of all. The blocks then average inside,
-  while the rest continues with the next part.
+* A *simple* graph takes the digits of n in base k+1. Each digit gives a part of as many equal blocks, which averages
+  inside. Then, from the largest part on: every node in smaller parts is linked with one node of every block, with
+  weights such that each block, and the rest, has the mean of all. Blocks average inside, the rest goes on.
 * The *base* graph splits n = p * q, p having the prime factors up to k+1. Subsets of q nodes average by the simple
   graph, and then p subsets by a hyper-hypercube; unless the simple graph of all n nodes is shorter.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain, zip_longest
-from typing import ClassVar
 
 import numpy as np
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip.phase import Edge, Group, Phase, as_count, as_int
-from flexcomm.gossip.schedule import Schedule, ScheduleReport, contraction_of, from_edges, reachable
+from flexcomm.gossip.phase import Edge, Group, Phase, as_count
+from flexcomm.gossip.schedule import RandomSchedule, Schedule, from_edges, reachable
 
 Nodes = Sequence[int]
 Phases = list[Phase]
-
-_PAIR = 2
 
 
 def complete(nodes: int) -> Schedule:
@@ -45,15 +38,14 @@ def complete(nodes: int) -> Schedule:
 def ring(nodes: int) -> Schedule:
     """Return the schedule in which every node averages with one neighbour on a ring, then with the other.
 
-    If the number of nodes is odd, one of them has no peer at each step: node 0, then 1, then 2, so that a period of
-    three uses every link of the ring. Only neighbours communicate, so many nodes average slowly.
+    If the number of nodes is odd, one of them has no peer at each step: node 0, then 1, then 2.
     """
     nodes = as_count("nodes", nodes, "ring")
     # A ring of two has one link; an odd one needs a third phase for the link that two matchings leave out.
     starts = range(min(2, nodes - 1)) if nodes % 2 == 0 else range(1, min(4, nodes + 1))
     firsts = range(0, nodes - 1, 2)
-    phases = (_pairs(((start + first) % nodes, (start + first + 1) % nodes) for first in firsts) for start in starts)
-    return Schedule(f"ring({nodes})", nodes, tuple(phases))
+    pairs = ([((start + first) % nodes, (start + first + 1) % nodes) for first in firsts] for start in starts)
+    return Schedule(f"ring({nodes})", nodes, tuple(Phase(tuple(map(Group, phase))) for phase in pairs))
 
 
 def fixed_ring(nodes: int) -> Schedule:
@@ -67,25 +59,20 @@ def fixed_ring(nodes: int) -> Schedule:
 
 
 def one_peer_exponential(nodes: int) -> Schedule:
-    """Return the schedule in which node j averages with ``j ^ 1``, then ``j ^ 2``, ``j ^ 4``: exact in log2(nodes).
-
-    The number of nodes is a power of two.
-    """
+    """Return the schedule in which node j of 2**n averages with ``j ^ 1``, then ``j ^ 2``, ``j ^ 4``: exact in n."""
     nodes = as_count("nodes", nodes, "one_peer_exponential")
     if nodes & (nodes - 1):
         raise InvalidArgumentError(
             f"one_peer_exponential was asked for {nodes} nodes, but needs a power of two: use base({nodes}), which is "
             f"exact for any number, or directed_exponential({nodes})."
         )
-    phases = tuple(_pairs((node, node ^ hop) for node in range(nodes) if not node & hop) for hop in _hops(nodes))
-    return Schedule(f"one_peer_exponential({nodes})", nodes, phases or (Phase(),))
+    return Schedule(f"one_peer_exponential({nodes})", nodes, base(nodes).phases)
 
 
 def alternating(schedule: Schedule) -> Schedule:
     """Return the schedule in which every phase is split into two steps, so that half of its links are in use at a time.
 
     The connected components of a phase are numbered by their lowest nodes: the even ones mix first, then the odd ones.
-    They have no node in common, so a period gives the same bits as before, in twice as many steps.
     """
     halves = chain.from_iterable(map(_halve, schedule.phases))
     return Schedule(f"alternating({schedule.name})", schedule.nodes, tuple(halves))
@@ -94,14 +81,12 @@ def alternating(schedule: Schedule) -> Schedule:
 def alternating_exponential_ring(nodes: int) -> Schedule:
     """Return the schedule of alternating exponential rings (AER): exact, and half of the nodes send at a time.
 
-    Pairs of nodes at distance 1, 2, 4, ... average one distance after the other, even pairs first, then odd ones. The
-    ranks of a node average in every step, so on ranks it is the AER of Wang et al. 2024 (arXiv 2410.11998), in which
-    odd pairs come first. If the number of nodes is no power of two, the phases of :func:`base` replace the pairs.
+    Pairs of nodes at distance 1, 2, 4, ... average one distance after the other, even pairs first, then odd ones: that
+    of Wang et al. 2024 (arXiv 2410.11998), in which odd pairs come first. If the number of nodes is no power of two,
+    the phases of :func:`base` replace the pairs.
     """
     nodes = as_count("nodes", nodes, "alternating_exponential_ring")
-    pairs = base(nodes) if nodes & (nodes - 1) else one_peer_exponential(nodes)
-    halves = chain.from_iterable(map(_halve, pairs.phases))
-    return Schedule(f"alternating_exponential_ring({nodes})", nodes, tuple(halves))
+    return Schedule(f"alternating_exponential_ring({nodes})", nodes, alternating(base(nodes)).phases)
 
 
 def static_exponential(nodes: int) -> Schedule:
@@ -122,19 +107,13 @@ def directed_exponential(nodes: int) -> Schedule:
     Doubly stochastic; exact for powers of two only (Assran et al. 2019, arXiv 1811.10792).
     """
     nodes = as_count("nodes", nodes, "directed_exponential")
-    phases = tuple(
-        Phase(edges=tuple(Edge(node, (node + hop) % nodes, 0.5) for node in range(nodes))) for hop in _hops(nodes)
-    )
-    return Schedule(f"directed_exponential({nodes})", nodes, phases or (Phase(),))
+    edges = (tuple(Edge(node, (node + hop) % nodes, 0.5) for node in range(nodes)) for hop in _hops(nodes))
+    return Schedule(f"directed_exponential({nodes})", nodes, tuple(Phase(edges=one) for one in edges) or (Phase(),))
 
 
 def _hops(nodes: int) -> list[int]:
     """Return the powers of two below the number of nodes."""
     return [1 << power for power in range((nodes - 1).bit_length())]
-
-
-def _pairs(pairs: Iterable[tuple[int, int]]) -> Phase:
-    return Phase(tuple(Group(pair) for pair in pairs))
 
 
 def _halve(phase: Phase) -> Phases:
@@ -144,19 +123,15 @@ def _halve(phase: Phase) -> Phases:
         links[source].add(target)
         links[target].add(source)
     halves: dict[int, int] = {}
-    next_half = 0
+    half = 0
     for node in sorted(links):
         if node not in halves:
-            halves |= dict.fromkeys(reachable(node, links), next_half)
-            next_half = 1 - next_half
-    return [
-        Phase(
-            # A group of one has no links, and is in neither half.
-            tuple(group for group in phase.groups if halves.get(group.members[0]) == half),
-            tuple(edge for edge in phase.edges if halves[edge.source] == half),
-        )
-        for half in (0, 1)
-    ]
+            halves |= dict.fromkeys(reachable(node, links), half)
+            half = 1 - half
+    # A group of one has no links, and is in neither half.
+    groups = [tuple(group for group in phase.groups if halves.get(group.members[0]) == half) for half in (0, 1)]
+    edges = [tuple(edge for edge in phase.edges if halves[edge.source] == half) for half in (0, 1)]
+    return list(map(Phase, groups, edges))
 
 
 def base(nodes: int, k: int = 1) -> Schedule:
@@ -198,11 +173,7 @@ def _simple(nodes: Nodes, k: int) -> Phases:
 
 
 def _link(blocks: list[Nodes], rest: Nodes) -> Phase:
-    """Return the phase that links every node of ``rest`` with one node of every block.
-
-    Afterwards each block, and the rest, has the mean of all. All nodes of ``blocks`` must hold the same value before,
-    and ``rest`` must have fewer nodes than a block.
-    """
+    """Return the phase that links every node of ``rest``, fewer than in a block, with one node of every block."""
     size = len(blocks[0])
     weight = size / (size * len(blocks) + len(rest))
     links = [(one, block[place]) for place, one in enumerate(rest) for block in blocks]
@@ -239,89 +210,15 @@ def _rough_part(number: int, k: int) -> int:
 
 def _side_by_side(sequences: Iterable[Phases]) -> Phases:
     """Merge sequences of phases for different nodes into one; nodes of shorter sequences have no peer at the end."""
-    together = zip_longest(*sequences, fillvalue=Phase())
     return [
-        Phase(
-            tuple(chain.from_iterable(phase.groups for phase in phases)),
-            tuple(chain.from_iterable(phase.edges for phase in phases)),
-        )
-        for phases in together
+        Phase(tuple(chain(*(phase.groups for phase in phases))), tuple(chain(*(phase.edges for phase in phases))))
+        for phases in zip_longest(*sequences, fillvalue=Phase())
     ]
 
 
 def random_matching(nodes: int, seed: int = 0) -> RandomSchedule:
     """Return the schedule in which every step pairs the nodes at random; of an odd number one has no peer.
 
-    On average a step halves the squared distance from the mean, for any number of nodes; no number of steps makes it
-    exact.
+    On average a step halves the squared distance from the mean; no number of steps makes it exact.
     """
     return RandomSchedule(nodes, seed)
-
-
-@dataclass(frozen=True)
-class RandomSchedule:
-    """Random pairs at every step, a function of the seed and the step alone.
-
-    It has no period. ``contraction`` is that of the first ``measured_phases`` phases: a sample, not a bound.
-    """
-
-    nodes: int
-    seed: int = 0
-    period: ClassVar[None] = None
-    is_doubly_stochastic: ClassVar[bool] = True
-    is_fixed: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", as_count("nodes", self.nodes, "random_matching"))
-        object.__setattr__(self, "seed", as_int(self.seed, "the seed of random_matching"))
-
-    @property
-    def name(self) -> str:
-        return f"random_matching({self.nodes}, seed={self.seed})"
-
-    def phase(self, step: int) -> Phase:
-        """Return the phase of a step; any integer is a step."""
-        return _draw_matching(self.nodes, self.seed, int(step))
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether a phase averages all nodes: if there are at most two."""
-        return self.nodes <= _PAIR
-
-    @property
-    def measured_phases(self) -> int:
-        """The number of phases over which ``contraction`` is measured: 4 log2(nodes), or 1 if that is exact."""
-        return 1 if self.is_exact else 4 * (self.nodes - 1).bit_length()
-
-    @cached_property
-    def contraction(self) -> float:
-        """The factor by which the first ``measured_phases`` phases shrink the distance from the mean."""
-        if self.is_exact:
-            return 0.0
-        return contraction_of([self.phase(step) for step in range(self.measured_phases)], self.nodes)
-
-    @property
-    def most_peers(self) -> int:
-        return min(1, self.nodes - 1)
-
-    def report(self) -> ScheduleReport:
-        """Return the properties of this schedule; they print as one line."""
-        return ScheduleReport.of(self, self.measured_phases)
-
-    @property
-    def digest(self) -> str:
-        """A short text, equal for equal random schedules only; the same in every process."""
-        return hashlib.blake2b(self.name.encode(), digest_size=16).hexdigest()
-
-    def __str__(self) -> str:
-        return f"{self.name}: random pairs at every step"
-
-
-# Every bucket of a step asks for the same phase.
-@lru_cache(maxsize=16)
-def _draw_matching(nodes: int, seed: int, step: int) -> Phase:
-    key = hashlib.blake2b(f"matching {seed} {step}".encode(), digest_size=16).digest()
-    # Sorting raw draws, not Generator.permutation: numpy promises the former's bits in all its versions.
-    draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(nodes)
-    order = np.argsort(draws, kind="stable").tolist()
-    return Phase(tuple(Group((one, other)) for one, other in zip(order[::2], order[1::2], strict=False)))

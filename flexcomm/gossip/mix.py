@@ -1,8 +1,4 @@
-"""The path of one mix, from a bucket of every rank to the weighted sum that replaces it, and the state that mixes keep.
-
-The ranks of a node average the bucket, each keeping one shard of it; ranks of equal local rank send their shard to the
-peers of this round and receive theirs; the ranks of a node gather the mixed shards. Shards of FSDP are averaged inside
-the node already, so only the leg between nodes is left.
+"""The path of one mix: a bucket of every rank is replaced by a weighted sum. And the state that mixes keep.
 
 [Note: compressed mixing] Nodes send the change since their last message, and keep what peers know of them: CHOCO's rule
 (Koloskova et al. 2019) for symmetric graphs, and the same on push-sum's numerators (Taheri et al. 2020) for directed
@@ -19,9 +15,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +32,8 @@ from flexcomm.sync.bucket import VERIFIED, Verified
 from flexcomm.sync.plan import Buffers, sum_dtype
 
 Messages = Sequence[tuple[int, Tensor]]
-
+WeightedSum = tuple[float, list[Tensor], list[float]]
+"""``self_weight``, ``others`` and ``weights`` of ``self_weight * x + sum of weights[j] * others[j]``."""
 
 _HEADER = struct.Struct("=qQQd")
 """A message's header: the digest of the plan, the step, the number of the call, the sender's push-sum weight."""
@@ -47,73 +44,53 @@ class MixContext:
     """One mix under way, and everything its path needs. This is node ``node``; ``sequence`` is the call's number."""
 
     plan: MixPlan
-    tensors: list[Tensor]
+    x: Tensor
+    """All elements, flat."""
     outputs: list[Tensor]
     node: int
     round: Round
     step: int
     sequence: int
     push_sum: PushSum | None
-    push_weight: float
-    """This node's push-sum weight when the mix was started."""
     residuals: MixResiduals | None
     buffers: Buffers
     record: SyncRecord
-    x: Tensor = field(init=False)
-    """All elements, flat: a view of a single tensor, or a copy of several."""
+    next_push_weight: float = 1.0
     squared_distance: Tensor | None = None
-    """By how far the outputs are from the tensors, once they are written."""
+    """By how far the outputs are from ``x``, once they are written."""
 
     def __post_init__(self) -> None:
-        if len(self.tensors) == 1 and self.tensors[0].is_contiguous():
-            self.x = self.tensors[0].view(-1)
-            return
-        self.x = self.buffer("input", self.plan.numel, self.plan.dtype)
-        if self.tensors:
-            torch.cat([x.reshape(-1) for x in self.tensors], out=self.x)
+        self.push_weight = 1.0 if self.push_sum is None else self.push_sum.weight
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer; groups differ from phase to phase, so one name may stand for several lengths."""
-        key = f"{name}, {numel} of {dtype}"
-        return self.buffers.get(key, lambda: self.buffers.allocate(numel, dtype=dtype))
-
-
-class WeightedSum(NamedTuple):
-    """The sum that replaces ``x``: ``self_weight * x + sum of weights[j] * others[j]``.
-
-    ``push_weight`` is this node's push-sum weight after the round.
-    """
-
-    self_weight: float
-    others: list[Tensor]
-    weights: list[float]
-    push_weight: float
+        return self.buffers.get(f"{name}, {numel} of {dtype}", lambda: self.buffers.allocate(numel, dtype=dtype))
 
 
 def mix_bucket(ctx: MixContext) -> Generator[Collective | Verified, Any, None]:
     """Mix one bucket. Yields the collectives it needs, then ``VERIFIED``; resumed after that, it writes outputs."""
-    if ctx.plan.ranks == 1:
-        terms = yield from mix_between_nodes(ctx, ctx.x)
-    else:
-        terms = yield from mix_by_shards(ctx)
+    terms = yield from mix_between_nodes(ctx, ctx.x) if ctx.plan.ranks == 1 else mix_by_shards(ctx)
     # A mix that is cancelled is not resumed: everything stays as it was.
     yield VERIFIED
     with torch.no_grad():
         outputs = [out.detach() for out in ctx.outputs]
         in_place = len(outputs) == 1 and outputs[0].is_contiguous()
-        flat = outputs[0].view(-1) if in_place else ctx.buffer("output", ctx.plan.numel, ctx.plan.dtype)
-        ctx.squared_distance = ctx.plan.kernels.mix_(ctx.x, terms.self_weight, terms.others, terms.weights, flat)
+        flat = outputs[0].view(-1) if in_place else ctx.buffer("output", ctx.x.numel(), ctx.x.dtype)
+        ctx.squared_distance = ctx.plan.kernels.mix_(ctx.x, *terms, flat)
         if not in_place:
             for part, out in zip(torch.split(flat, [out.numel() for out in outputs]), outputs, strict=True):
                 out.copy_(part.view(out.shape))
     if ctx.residuals is not None:
         ctx.residuals.commit()
     if ctx.push_sum is not None:
-        ctx.push_sum.weight = terms.push_weight
+        ctx.push_sum.weight = ctx.next_push_weight
 
 
 def mix_by_shards(ctx: MixContext) -> Steps[WeightedSum]:
-    """Average over the ranks of this node, mix one shard on each of them, and gather the shards."""
+    """Average over the ranks of this node, mix one shard on each of them, and gather the shards.
+
+    Not for shards of FSDP, which are averaged inside the node already.
+    """
     x, ranks = ctx.x, ctx.plan.ranks
     numel, dtype = -(-x.numel() // ranks), sum_dtype(x.dtype)
     # Zeros, because nothing is copied behind the end of x, and compressors read the whole shard.
@@ -135,10 +112,10 @@ def mix_by_shards(ctx: MixContext) -> Steps[WeightedSum]:
         raise failure
     if terms is None or failed.item():
         raise SyncError("another rank of this node could not mix its shard, and nothing was changed; it says why.")
-    ctx.plan.kernels.mix_(shard, terms.self_weight, terms.others, terms.weights, shard)
+    ctx.plan.kernels.mix_(shard, *terms, shard)
     gathered, moved = ctx.buffer("gathered", ranks * numel, x.dtype), (ranks - 1) * shard.nbytes
     yield Collective("gather_inside", methodcaller("all_gather", shard, gathered.view(ranks, numel)), moved, moved)
-    return WeightedSum(0.0, [gathered[: x.numel()]], [1.0], terms.push_weight)
+    return 0.0, [gathered[: x.numel()]], [1.0]
 
 
 def mix_between_nodes(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
@@ -149,7 +126,8 @@ def mix_between_nodes(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
         difference, received = yield from send_changes(ctx, x, ctx.residuals)
         self_weight, others, weights = 1.0, [difference], [1.0]
     elif round_.is_idle:
-        return WeightedSum(1.0, [], [], own)
+        ctx.next_push_weight = own
+        return 1.0, [], []
     elif round_.group:
         total, received = yield from reduce_group(ctx, x)
         others, weights = [total], [1.0]
@@ -157,16 +135,13 @@ def mix_between_nodes(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
         others, weights = yield from send_recv_peers(ctx, x)
         received = sum(weights)
     # The push-sum weight is mixed like the values, which are stored divided by it.
-    push_weight = 1.0 if ctx.push_sum is None else (1.0 - gamma) * own + gamma * (round_.self_weight * own + received)
-    weights = [gamma * weight / push_weight for weight in weights]
-    return WeightedSum(self_weight * own / push_weight, others, weights, push_weight)
+    if ctx.push_sum is not None:
+        ctx.next_push_weight = (1.0 - gamma) * own + gamma * (round_.self_weight * own + received)
+    return self_weight * own / ctx.next_push_weight, others, [gamma * one / ctx.next_push_weight for one in weights]
 
 
 def reduce_group(ctx: MixContext, x: Tensor) -> Steps[tuple[Tensor, float]]:
-    """Return the weighted sum of ``x`` over the group, and that of the push-sum weights.
-
-    An all-reduce, as a reduce-scatter and an all-gather, both by sends and receives.
-    """
+    """All-reduce ``x`` over the group, by sends and receives; return the weighted sum, and that of push-sum weights."""
     group, (weight,), node = ctx.round.group, ctx.round.weights, ctx.node
     others = [peer for peer in group if peer != node]
     parts = dict(zip(group, torch.tensor_split(x, len(group)), strict=True))
@@ -184,10 +159,9 @@ def reduce_group(ctx: MixContext, x: Tensor) -> Steps[tuple[Tensor, float]]:
 
 
 def send_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps[tuple[Tensor, float]]:
-    """Send the compressed change of ``x`` to each peer, and return ``public_sum - public``, by which ``x`` moves.
+    """Send the compressed change of ``x`` to each peer; return ``public_sum - public``, and the weights received.
 
-    Also return the sum of the push-sum weights received. See [Note: compressed mixing]. The next state of the residuals
-    is computed here, and committed with the outputs.
+    See [Note: compressed mixing]. The next state of the residuals is computed here, and committed with the outputs.
     """
     plan, own = ctx.plan.buffer_plan, ctx.push_weight
     assert plan is not None, "plans with residuals have a compressor"  # noqa: S101  (our own invariant)
@@ -236,7 +210,7 @@ def send_recv_messages(ctx: MixContext, sends: Messages, receives: Messages) -> 
     if not (sends or receives):
         return []
     header = _HEADER.pack(ctx.plan.digest, ctx.step, ctx.sequence, ctx.push_weight)
-    own = torch.frombuffer(bytearray(header), dtype=torch.int64).to(ctx.plan.device)
+    own = torch.frombuffer(bytearray(header), dtype=torch.int64).to(ctx.x.device)
     headers = [(peer, torch.empty_like(own)) for peer, _ in receives]
     yield _send_recv([(peer, own) for peer, _ in sends], headers)
     push_weights = [_check_header(ctx, words, peer) for peer, words in headers]
@@ -245,7 +219,7 @@ def send_recv_messages(ctx: MixContext, sends: Messages, receives: Messages) -> 
 
 
 def _check_header(ctx: MixContext, words: Tensor, sender: int) -> float:
-    """Return the push-sum weight in a received header. Raise if its sender is in another call, or at another step."""
+    """Return the push-sum weight in a header; raise if its sender is in another call, or at another step."""
     digest, step, sequence, push_weight = _HEADER.unpack(words.cpu().numpy().tobytes())
     fields = {
         "step": (step, ctx.step),
@@ -275,17 +249,13 @@ def _send_recv(sends: Messages, receives: Messages) -> Collective:
 class MixResiduals:
     """The state of compressed mixing for one set of tensors: the values that peers know, and their weighted sum.
 
-    Unlike :class:`Residuals`, not what is still to be sent.
-
-    It starts at zero. If all nodes hold the same values at first, :meth:`begin` saves sending them. A round that fails
-    leaves the state unchanged.
+    It starts at zero. If all nodes hold the same values at first, :meth:`begin` saves sending them.
 
     Example:
         >>> import torch, flexcomm
-        >>> residuals = flexcomm.MixResiduals()  # one for each set of tensors, kept from step to step
+        >>> residuals, int8 = flexcomm.MixResiduals(), flexcomm.dense(values="int8")
         >>> with flexcomm.connect() as world:
         ...     ring = flexcomm.gossip.fixed_ring(world.topology.nodes)
-        ...     int8 = flexcomm.dense(values="int8")
         ...     flexcomm.mix(torch.ones(2), ring, 0, world=world, compressor=int8, residuals=residuals).tensors
         tensor([1., 1.])
 
@@ -310,12 +280,9 @@ class MixResiduals:
         self._claimed = False
 
     def begin(self, x: Tensor, weight_sum: float = 1.0) -> None:
-        """Start from values that all nodes hold.
+        """Start from values ``x`` that all nodes hold: this rank's shard, if the ranks of a node share the work.
 
-        Args:
-            x: the values, flat: this rank's shard, if the ranks of a node share the work.
-            weight_sum: the sum of this node's weights; 1, unless the graph is directed and not doubly stochastic.
-
+        ``weight_sum`` is the sum of this node's weights: 1, if the graph is doubly stochastic.
         """
         public = x.detach().reshape(-1).to(torch.float32)
         self._state = torch.stack([public, public * weight_sum])
@@ -335,7 +302,6 @@ class MixResiduals:
             return self._state.unbind(), self._next.unbind()
 
     def commit(self) -> None:
-        """Make the state of the last round the current one."""
         self._state, self._next = self._next, self._state
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -352,19 +318,15 @@ class PushSum:
     """The push-sum weight of this node, kept from round to round; the weights of all nodes sum to their number.
 
     For directed graphs, where nodes may receive more or less weight than they send. Tensors are stored de-biased, as
-    ``z = x / weight``. A node sends ``z`` with its weight, and receivers multiply the two. Rounds preserve, and
-    converge to, the mean of ``weight * z``.
+    ``z = x / weight``, and sent with their weight. Rounds preserve, and converge to, the mean of ``weight * z``.
 
     Args:
         weight: the weight to begin with; 1 on all nodes, unless a state is restored.
 
     Example:
-        >>> import torch, flexcomm
-        >>> push_sum = flexcomm.PushSum()  # one for each set of tensors
-        >>> with flexcomm.connect() as world:
-        ...     schedule = flexcomm.gossip.directed_exponential(world.topology.nodes)
-        ...     flexcomm.mix(torch.ones(2), schedule, 0, world=world, push_sum=push_sum).tensors
-        tensor([1., 1.])
+        >>> import flexcomm
+        >>> flexcomm.PushSum().weight  # pass one for each set of tensors to flexcomm.mix
+        1.0
 
     """
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain, groupby, pairwise
 from operator import attrgetter
+from reprlib import repr as few
 from typing import Any
 
 import numpy as np
@@ -21,19 +21,14 @@ Matrix = NDArray[np.float64]
 
 ROUNDING = 1e-12
 """Weights that differ by no more than this count as equal: sums of rounded weights are off by that much."""
-_SHOWN = 8
-_PAIR = 2
 
 
 @dataclass(frozen=True)
 class Group:
-    """Nodes that all mix with each other; a group of one changes nothing.
+    """Nodes that all mix with each other; a group of one changes nothing. ``members`` are stored in ascending order.
 
-    Args:
-        members: node numbers, each once; stored in ascending order.
-        self_weight: weight of a member's own value, between 0 and 1; equal weights for all members if not given. The
-            other members share the rest equally.
-
+    ``self_weight``, between 0 and 1, is the weight of a member's own value; the others share the rest equally. If it is
+    not given, all members have equal weights.
     """
 
     members: tuple[int, ...]
@@ -41,44 +36,32 @@ class Group:
 
     def __post_init__(self) -> None:
         members = tuple(sorted(as_int(member, "a member of a group") for member in self.members))
-        object.__setattr__(self, "members", members)
-        if self.self_weight is not None:
-            object.__setattr__(self, "self_weight", as_float(self.self_weight, "the self_weight of a group"))
+        weight = None if self.self_weight is None else as_float(self.self_weight, "the self_weight of a group")
         if not members or members[0] < 0 or len(set(members)) < len(members):
+            raise InvalidArgumentError(f"members {few(members)} of a group must be at least one, from 0 on, each once.")
+        if len(members) == 1:
+            weight = None
+        # Not "<= 0 or >= 1", which NaN would pass.
+        if weight is not None and not 0.0 < weight < 1.0:
             raise InvalidArgumentError(
-                f"a group has members {first_few(members) or '(none)'}, but needs at least one node, all from 0 on and "
-                f"each once."
+                f"the group of {few(members)} has self_weight {weight}, but it must lie between 0 and 1, both "
+                f"excluded: at 0 nodes may swap their values for ever. Leave it out for 1/{len(members)}."
             )
-        # Written so that NaN is refused, too.
-        if self.self_weight is not None and len(members) > 1 and not 0.0 < self.self_weight < 1.0:
-            raise InvalidArgumentError(
-                f"the group of {first_few(members)} has self_weight {self.self_weight}, but it must lie between 0 and "
-                f"1, both excluded: at 1 no member receives anything, at 0 nodes may swap their values for ever. Leave "
-                f"it out for 1/{len(members)}."
-            )
+        object.__setattr__(self, "members", members)
+        object.__setattr__(self, "self_weight", weight)
 
     @property
     def own_weight(self) -> float:
-        """The weight of a member's own value."""
-        if self.self_weight is None or len(self.members) == 1:
-            return 1.0 / len(self.members)
-        return self.self_weight
+        return 1.0 / len(self.members) if self.self_weight is None else self.self_weight
 
     @property
     def peer_weight(self) -> float:
-        """The weight of every other member's value; 0 in a group of one."""
-        others = len(self.members) - 1
-        if self.self_weight is None and others:
-            return 1.0 / len(self.members)
-        return (1.0 - self.own_weight) / max(others, 1)
+        return self.own_weight if self.self_weight is None else (1.0 - self.self_weight) / (len(self.members) - 1)
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A directed link: ``target`` adds ``weight`` times the value of ``source``.
-
-    The source keeps the rest for itself: 1 minus the weights of all its outgoing edges.
-    """
+    """A directed link: ``target`` adds ``weight`` times the value of ``source``, which keeps what edges leave of 1."""
 
     source: int
     target: int
@@ -88,25 +71,19 @@ class Edge:
         if not (type(self.source) is type(self.target) is int and type(self.weight) is float):
             for name, as_number in (("source", as_int), ("target", as_int), ("weight", as_float)):
                 object.__setattr__(self, name, as_number(getattr(self, name), f"the {name} of an edge"))
-        if self.source == self.target or self.source < 0 or self.target < 0:
+        if self.source == self.target or min(self.source, self.target) < 0 or not 0.0 < self.weight < 1.0:
             raise InvalidArgumentError(
-                f"an edge leads from node {self.source} to node {self.target}, but needs two different nodes from 0 "
-                f"on. A node keeps 1 minus the weights of its edges for itself, so it needs no edge to itself."
-            )
-        if not 0.0 < self.weight < 1.0:
-            raise InvalidArgumentError(
-                f"the edge from node {self.source} to node {self.target} has weight {self.weight}, but it must lie "
-                f"between 0 and 1, both excluded. Leave out an edge of weight 0."
+                f"an edge leads from node {self.source} to node {self.target} with weight {self.weight}, but needs two "
+                f"different nodes from 0 on, and a weight between 0 and 1, both excluded. Leave out edges of weight 0."
             )
 
 
 @dataclass(frozen=True)
 class Round:
-    """The sends and receives of one node in a phase, and its weights.
+    """The sends and receives of one node in a phase: ``x`` becomes ``self_weight * x + sum of weights[j] * x_j``.
 
-    Afterwards the node holds ``self_weight * x + sum of weights[j] * (x of receives_from[j])``. If ``group`` is not
-    empty, it holds more than two nodes, this one included, that all-reduce instead: then the node holds
-    ``self_weight * x + weights[0] * (sum over the group)``.
+    ``x_j`` is the value of ``receives_from[j]``; or, if there is a ``group``, the one sum over all its nodes, this one
+    included, which all-reduce.
     """
 
     sends_to: tuple[int, ...] = ()
@@ -122,46 +99,33 @@ class Round:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the node has no peer."""
         return not (self.sends_to or self.receives_from or self.group)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The groups and edges of one step; a node in neither keeps its value.
+    """The groups and edges of one step, in ascending order; a node in neither keeps its value.
 
     A node is in at most one group, and then on no edge. Let ``W[i, j]`` be the weight with which node i adds the value
     of node j. Every column of ``W`` sums to 1, so the mean over nodes is preserved. Every ``W[i, i]`` is positive:
     otherwise connected nodes could swap their values for ever, or have nothing left to divide by in push-sum.
-
-    Args:
-        groups: nodes that all mix with each other; stored in ascending order.
-        edges: directed links; stored in ascending order, so that phases that do the same are equal.
-
     """
 
     groups: tuple[Group, ...] = ()
     edges: tuple[Edge, ...] = ()
-    # Cached, here and below, because phases of thousands of nodes are looked up at every step.
+    # Those of :func:`round_of`: every bucket of a step asks, and there may be thousands of edges to look through.
     rounds: dict[tuple[int, bool], Round] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(sorted(self.groups, key=attrgetter("members"))))
         object.__setattr__(self, "edges", tuple(sorted(self.edges, key=attrgetter("source", "target"))))
-        grouped = list(chain.from_iterable(group.members for group in self.groups))
-        if len(set(grouped)) < len(grouped):
-            twice = sorted(node for node, count in Counter(grouped).items() if count > 1)
+        on_edges = {node for edge in self.edges for node in (edge.source, edge.target)}
+        places = Counter(chain(*(group.members for group in self.groups), on_edges))
+        twice = sorted(node for node, count in places.items() if count > 1)
+        if twice:
             raise InvalidArgumentError(
-                f"node {first_few(twice)} is in two groups of one phase, but can be in one at most: join the groups, "
-                f"or put them into two phases."
-            )
-        both = (
-            sorted({node for edge in self.edges for node in (edge.source, edge.target)} & {*grouped}) if grouped else []
-        )
-        if both:
-            raise InvalidArgumentError(
-                f"node {first_few(both)} is in a group and on an edge of one phase, but can be in one only: write the "
-                f"group as edges, or put the two into two phases."
+                f"nodes {few(twice)} are in two groups, or in a group and on an edge, of one phase: join the groups, "
+                f"write them as edges, or put them into two phases."
             )
         for one, other in pairwise(self.edges):
             if (one.source, one.target) == (other.source, other.target):
@@ -169,8 +133,7 @@ class Phase:
                     f"two edges lead from node {one.source} to node {one.target} in one phase, with weights "
                     f"{one.weight} and {other.weight}: write one edge with the weight you mean."
                 )
-        for source, outgoing in self._out_edges.items():
-            total = math.fsum(edge.weight for edge in outgoing)
+        for source, total in self._sent_weights():
             if 1.0 - total <= ROUNDING:
                 raise InvalidArgumentError(
                     f"the outgoing edges of node {source} have weights that sum to {total:.6g} in one phase, which "
@@ -178,16 +141,16 @@ class Phase:
                 )
 
     def group_of(self, node: int) -> Group | None:
-        """Return the group in which ``node`` mixes with others, if there is one."""
-        return self._groups.get(node)
+        """Return the group in which ``node`` mixes with others."""
+        return next((group for group in self.groups if node in group.members and len(group.members) > 1), None)
 
     def out_edges(self, node: int) -> tuple[Edge, ...]:
         """Return the edges on which ``node`` sends, by target."""
-        return self._out_edges.get(node, ())
+        return tuple(edge for edge in self.edges if edge.source == node)
 
     def in_edges(self, node: int) -> tuple[Edge, ...]:
         """Return the edges on which ``node`` receives, by source."""
-        return self._in_edges.get(node, ())
+        return tuple(edge for edge in self.edges if edge.target == node)
 
     def self_weight(self, node: int) -> float:
         """Return the weight of ``node``'s own value: 1 if it mixes with no other."""
@@ -196,11 +159,8 @@ class Phase:
 
     def peers(self, node: int) -> tuple[int, ...]:
         """Return the nodes that ``node`` sends to or receives from, in ascending order."""
-        group = self.group_of(node)
-        if group is not None:
-            return tuple(member for member in group.members if member != node)
-        targets = {edge.target for edge in self.out_edges(node)}
-        return tuple(sorted(targets | {edge.source for edge in self.in_edges(node)}))
+        round_ = round_of(self, node, reduces=False)
+        return tuple(sorted({*round_.sends_to, *round_.receives_from}))
 
     def links(self) -> Iterator[tuple[int, int]]:
         """Yield the source and target of every link; a group counts as a star around its first member."""
@@ -211,13 +171,18 @@ class Phase:
                 yield group.members[0], member
                 yield member, group.members[0]
 
-    @cached_property
+    def _sent_weights(self) -> Iterator[tuple[int, float]]:
+        """Yield every node that sends on edges, and the sum of their weights."""
+        for source, outgoing in groupby(self.edges, key=attrgetter("source")):
+            yield source, math.fsum(edge.weight for edge in outgoing)
+
+    @property
     def most_peers(self) -> int:
         """The largest number of nodes that one node sends to, or receives from, in this phase."""
-        edges = map(len, chain(self._out_edges.values(), self._in_edges.values()))
-        return max(chain((len(group.members) - 1 for group in self.groups), edges), default=0)
+        ends = (Counter(map(attrgetter(end), self.edges)).values() for end in ("source", "target"))
+        return max(chain((len(group.members) - 1 for group in self.groups), *ends), default=0)
 
-    @cached_property
+    @property
     def highest(self) -> int:
         """The highest node number in this phase; -1 if it has no nodes."""
         ends = (max(edge.source, edge.target) for edge in self.edges)
@@ -225,10 +190,10 @@ class Phase:
 
     def matrix(self, nodes: int) -> Matrix:
         """Return the weights as ``[nodes, nodes]``: row i holds the weight of every node's value in node i's sum."""
-        if nodes <= self.highest:
+        least = self.highest + 1
+        if nodes < least:
             raise InvalidArgumentError(
-                f"a matrix of {nodes} nodes was asked for, but this phase has a node {self.highest}: ask for at least "
-                f"{self.highest + 1}."
+                f"a phase with node {least - 1} has no matrix of {nodes} nodes: ask for at least {least}."
             )
         return self.apply(np.eye(nodes))
 
@@ -238,52 +203,33 @@ class Phase:
         for group in self.groups:
             members = list(group.members)
             values = x[members]
-            total = values.sum(axis=0)
-            if group.self_weight is None:
-                mixed[members] = group.own_weight * total
-            else:
-                mixed[members] = group.own_weight * values + group.peer_weight * (total - values)
-        for source in self._out_edges:
-            mixed[source] *= self.self_weight(source)
+            mixed[members] = group.own_weight * values + group.peer_weight * (values.sum(axis=0) - values)
+        for source, sent in self._sent_weights():
+            mixed[source] *= 1.0 - sent
         for edge in self.edges:
             mixed[edge.target] += edge.weight * x[edge.source]
         return mixed
 
-    @cached_property
-    def _groups(self) -> dict[int, Group]:
-        return {node: group for group in self.groups if len(group.members) > 1 for node in group.members}
-
-    @cached_property
-    def _out_edges(self) -> dict[int, tuple[Edge, ...]]:
-        return {source: tuple(edges) for source, edges in groupby(self.edges, key=attrgetter("source"))}
-
-    @cached_property
-    def _in_edges(self) -> dict[int, tuple[Edge, ...]]:
-        by_target = sorted(self.edges, key=attrgetter("target", "source"))
-        return {target: tuple(edges) for target, edges in groupby(by_target, key=attrgetter("target"))}
-
 
 def round_of(phase: Phase, node: int, *, reduces: bool = True) -> Round:
     """Return the round of ``node`` in ``phase``; unless it ``reduces``, it has a message for each node of a group."""
-    found = phase.rounds.get((node, reduces))
-    if found is not None:
-        return found
+    if (node, reduces) in phase.rounds:
+        return phase.rounds[node, reduces]
     group, edges = phase.group_of(node), phase.in_edges(node)
     if group is None:
         targets, sources = (edge.target for edge in phase.out_edges(node)), (edge.source for edge in edges)
         made = Round(tuple(targets), tuple(sources), phase.self_weight(node), tuple(edge.weight for edge in edges))
-    elif len(group.members) > _PAIR and reduces:
+    elif len(group.members) > 2 and reduces:
         self_weight = group.own_weight - group.peer_weight
         made = Round(self_weight=self_weight, weights=(group.peer_weight,), group=group.members)
     else:
-        others = phase.peers(node)
+        others = tuple(member for member in group.members if member != node)
         made = Round(others, others, group.own_weight, (group.peer_weight,) * len(others))
     phase.rounds[node, reduces] = made
     return made
 
 
-# Any, here and below: callers pass whatever the user gave. Equal schedules must compare, hash and print alike, so
-# numbers of numpy and torch become Python's own.
+# Any: whatever the user gave. Numbers of numpy and torch become Python's own: equal schedules print alike.
 def as_int(value: Any, what: str) -> int:
     try:
         return int(operator.index(value))
@@ -304,9 +250,3 @@ def as_count(things: str, value: Any, recipe: str) -> int:
     if number < 1:
         raise InvalidArgumentError(f"{recipe} was asked for {number} {things}, but needs at least one.")
     return number
-
-
-def first_few(nodes: Sequence[int]) -> str:
-    """Return the first few node numbers as text, and how many more there are."""
-    shown = ", ".join(str(node) for node in nodes[:_SHOWN])
-    return shown + (f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else "")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Protocol
+from reprlib import repr as few
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip.phase import ROUNDING, Edge, Matrix, Phase, as_count, first_few
+from flexcomm.gossip.phase import ROUNDING, Edge, Group, Matrix, Phase, as_count, as_int
 
 MOST_NODES = 4096
 """Above this many nodes the matrix of a schedule takes too much memory and time."""
@@ -24,35 +24,24 @@ _SUM_TOLERANCE = 1e-6
 
 
 class ScheduleLike(Protocol):
-    """The interface of a schedule: a value, equal on all ranks, with a phase for every step."""
+    """What mixing needs of a schedule: a value, equal on all ranks, with a phase for every step."""
 
     @property
-    def name(self) -> str: ...
-    @property
     def nodes(self) -> int: ...
-    @property
-    def period(self) -> int | None: ...
     @property
     def is_doubly_stochastic(self) -> bool: ...
     @property
     def is_fixed(self) -> bool: ...
     @property
-    def is_exact(self) -> bool: ...
-    @property
-    def contraction(self) -> float: ...
-    @property
-    def most_peers(self) -> int: ...
-    @property
     def digest(self) -> str: ...
     def phase(self, step: int) -> Phase: ...
-    def report(self) -> ScheduleReport: ...
 
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """The properties of a schedule; ``contraction`` and ``exact`` are None if there are too many nodes to compute them.
+    """The properties of a schedule; ``period`` is None if phases do not repeat.
 
-    ``period`` is None if phases do not repeat; ``contraction`` is that of ``measured_phases`` phases.
+    ``contraction`` and ``exact`` are of ``measured_phases`` phases, and None if there are too many nodes to compute it.
     """
 
     name: str
@@ -64,25 +53,20 @@ class ScheduleReport:
     measured_phases: int
 
     @classmethod
-    def of(cls, schedule: ScheduleLike, measured_phases: int) -> ScheduleReport:
-        """Return the report of a schedule whose contraction is that of so many phases."""
-        is_small = schedule.nodes <= MOST_NODES
-        contraction, exact = (schedule.contraction, schedule.is_exact) if is_small else (None, None)
-        return cls(
-            schedule.name, schedule.nodes, schedule.period, schedule.most_peers, contraction, exact, measured_phases
-        )
+    def of(cls, one: Schedule | RandomSchedule, measured_phases: int) -> ScheduleReport:
+        contraction, exact = (one.contraction, one.is_exact) if one.nodes <= MOST_NODES else (None, None)
+        return cls(one.name, one.nodes, one.period, one.most_peers, contraction, exact, measured_phases)
 
     def __str__(self) -> str:
-        summary = _summary(self.name, self.nodes, self.period, self.most_peers)
         if self.contraction is None:
-            return f"{summary}, too many nodes to compute the contraction"
+            return f"{_summary(self)}, too many nodes to compute the contraction"
         averaging = "averages exactly" if self.exact else f"contraction {self.contraction:.6g}"
-        return f"{summary}, {averaging} in {_count(self.measured_phases, 'phase')}"
+        return f"{_summary(self)}, {averaging} in {_count(self.measured_phases, 'phase')}"
 
 
-def _summary(name: str, nodes: int, period: int | None, most_peers: int) -> str:
-    phases = "random phases" if period is None else _count(period, "phase")
-    return f"{name}: {_count(nodes, 'node')}, {phases}, at most {_count(most_peers, 'peer')} at a time"
+def _summary(one: Schedule | ScheduleReport) -> str:
+    phases = "random phases" if one.period is None else _count(one.period, "phase")
+    return f"{one.name}: {_count(one.nodes, 'node')}, {phases}, at most {_count(one.most_peers, 'peer')} at a time"
 
 
 def _count(number: int, thing: str) -> str:
@@ -94,21 +78,16 @@ class Schedule:
     """The phases of one period; step ``s`` uses phase ``s`` modulo the period.
 
     Every phase preserves the mean over nodes (it is column stochastic), and repeated periods converge to it: the graph
-    of all phases is strongly connected, and every node keeps a part of its own value. A schedule that would not
-    converge is refused at construction. Schedules compare by name and phases; ``digest`` is the same in every process.
+    of all phases is strongly connected, and every node keeps a part of its own value.
 
     Args:
         name: shown in reports and errors.
         nodes: the number of nodes, numbered from 0.
         phases: at least one; ``Phase()`` is a step in which no node mixes.
 
-    Raises:
-        InvalidArgumentError: a phase has a node that does not exist, or some nodes never reach each other.
-
     Example:
         >>> from flexcomm.gossip import Group, Phase, Schedule
-        >>> neighbours, diagonals = (Group((0, 1)), Group((2, 3))), (Group((0, 2)), Group((1, 3)))
-        >>> Schedule("pairs", 4, (Phase(neighbours), Phase(diagonals))).is_exact
+        >>> Schedule("pair", 2, (Phase((Group((0, 1)),)),)).is_exact
         True
 
     """
@@ -121,9 +100,7 @@ class Schedule:
         object.__setattr__(self, "nodes", as_count("nodes", self.nodes, self.name))
         object.__setattr__(self, "phases", tuple(self.phases))
         if not self.phases:
-            raise InvalidArgumentError(
-                f"{self.name} has no phases, but needs at least one: Phase() is one in which no node mixes."
-            )
+            raise InvalidArgumentError(f"{self.name} has no phases, but needs at least one, such as Phase().")
         for number, phase in enumerate(self.phases):
             if phase.highest >= self.nodes:
                 raise InvalidArgumentError(
@@ -149,20 +126,15 @@ class Schedule:
     @cached_property
     def is_doubly_stochastic(self) -> bool:
         """Whether rows sum to 1, too, in every phase; otherwise mixing needs push-sum to converge to the mean."""
-        # In groups they always do. On edges they do if the incoming weights of a node equal its outgoing ones.
-        balance = defaultdict(list)
-        for number, phase in enumerate(self.phases):
-            for edge in phase.edges:
-                balance[number, edge.source].append(-edge.weight)
-                balance[number, edge.target].append(edge.weight)
-        return all(abs(math.fsum(weights)) <= ROUNDING for weights in balance.values())
+        # In groups they always do.
+        phases = [phase for phase in self.phases if phase.edges]
+        return all(np.abs(phase.apply(np.ones(self.nodes)) - 1.0).max() <= ROUNDING for phase in phases)
 
     @cached_property
     def is_exact(self) -> bool:
         """Whether every node holds the mean after one period, to rounding (de-biased, if push-sum is needed)."""
         product = product_of(self.phases, self.nodes)
-        debiased = product / product.sum(axis=1, keepdims=True)
-        return bool(np.abs(debiased - 1.0 / self.nodes).max() <= ROUNDING)
+        return bool(np.abs(product / product.sum(axis=1, keepdims=True) - 1.0 / self.nodes).max() <= ROUNDING)
 
     @cached_property
     def contraction(self) -> float:
@@ -186,15 +158,71 @@ class Schedule:
         edges = [[(edge.source, edge.target, edge.weight) for edge in phase.edges] for phase in self.phases]
         return hashlib.blake2b(repr((self.name, self.nodes, groups, edges)).encode(), digest_size=16).hexdigest()
 
-    def __hash__(self) -> int:
-        return int(self.digest[:15], 16)
-
     def __str__(self) -> str:
-        return _summary(self.name, self.nodes, self.period, self.most_peers)
+        return _summary(self)
 
-    # Ranks compare this text, so the phases of thousands of nodes are left out.
     def __repr__(self) -> str:
         return f"Schedule({self.name!r}, nodes={self.nodes}, period={self.period}, digest={self.digest})"
+
+
+@dataclass(frozen=True)
+class RandomSchedule:
+    """Random pairs at every step, a function of the seed and the step alone.
+
+    It has no period. ``contraction`` is that of the first ``measured_phases`` phases: a sample, not a bound.
+    """
+
+    nodes: int
+    seed: int = 0
+    period: ClassVar[None] = None
+    is_doubly_stochastic: ClassVar[bool] = True
+    is_fixed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", as_count("nodes", self.nodes, "random_matching"))
+        object.__setattr__(self, "seed", as_int(self.seed, "the seed of random_matching"))
+
+    @property
+    def name(self) -> str:
+        return f"random_matching({self.nodes}, seed={self.seed})"
+
+    def phase(self, step: int) -> Phase:
+        return _draw_matching(self.nodes, self.seed, int(step))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a phase averages all nodes."""
+        return self.nodes <= 2
+
+    @property
+    def measured_phases(self) -> int:
+        return 1 if self.is_exact else 4 * (self.nodes - 1).bit_length()
+
+    @cached_property
+    def contraction(self) -> float:
+        phases = [self.phase(step) for step in range(self.measured_phases)]
+        return 0.0 if self.is_exact else contraction_of(phases, self.nodes)
+
+    @property
+    def most_peers(self) -> int:
+        return min(1, self.nodes - 1)
+
+    def report(self) -> ScheduleReport:
+        return ScheduleReport.of(self, self.measured_phases)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(self.name.encode(), digest_size=16).hexdigest()
+
+
+# Every bucket of a step asks for the same phase.
+@lru_cache(maxsize=16)
+def _draw_matching(nodes: int, seed: int, step: int) -> Phase:
+    key = hashlib.blake2b(f"matching {seed} {step}".encode(), digest_size=16).digest()
+    # Sorting raw draws, not Generator.permutation: numpy promises the former's bits in all its versions.
+    draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(nodes)
+    order = np.argsort(draws, kind="stable").tolist()
+    return Phase(tuple(Group((one, other)) for one, other in zip(order[::2], order[1::2], strict=False)))
 
 
 def _check_strongly_connected(name: str, nodes: int, phases: Sequence[Phase]) -> None:
@@ -203,19 +231,13 @@ def _check_strongly_connected(name: str, nodes: int, phases: Sequence[Phase]) ->
     for source, target in chain.from_iterable(phase.links() for phase in phases):
         targets[source].add(target)
         sources[target].add(source)
-    alone = [node for node in range(nodes) if node not in targets and node not in sources]
-    if nodes > 1 and alone:
-        raise InvalidArgumentError(
-            f"in {name} node {first_few(alone)} has no peer in any phase, so it never averages: give each of the "
-            f"{nodes} nodes a group or an edge in some phase."
-        )
-    problems = {"the value of node 0 never reaches node": targets, "node 0 never receives the value of node": sources}
+    problems = {"the value of node 0 never reaches": targets, "node 0 never receives the values of": sources}
     for problem, links in problems.items():
         missing = sorted(set(range(nodes)) - reachable(0, links))
         if missing:
             raise InvalidArgumentError(
-                f"in {name} {problem} {first_few(missing)}, however many periods pass, so the {nodes} nodes never "
-                f"converge to a common mean: add a phase, a group or edges that connect them."
+                f"in {name} {problem} {few(missing)}, however many periods pass, so the {nodes} nodes never converge "
+                f"to a common mean: add a phase, a group or edges that connect them."
             )
 
 
@@ -247,36 +269,21 @@ def contraction_of(phases: Sequence[Phase], nodes: int) -> float:
 
     With B the product of the phases and J = 11'/n, it is the largest singular value of B - J. If B is column stochastic
     only, the weights of push-sum converge to n*p, where B p = p. From then on, de-biased values are mixed by D^-1 B D,
-    D = diag(n*p), and the distance is weighted by p: the factor is the largest singular value of
-    D^-1/2 (B - p 1') D^1/2, which is the same number for p = 1/n.
+    D = diag(n*p), and the factor of the distance weighted by p is that of D^-1/2 (B - p 1') D^1/2.
     """
-    if nodes == 1:
-        return 0.0
     product, stationary = product_of(phases, nodes), np.full(nodes, 1.0 / nodes)
     if np.abs(product.sum(axis=1) - 1.0).max() > ROUNDING:
         stationary = np.linalg.solve(product - np.eye(nodes) + 1.0 / nodes, stationary)
     scale = np.sqrt(nodes * stationary)
     distance = (product - stationary[:, None]) * (scale / scale[:, None])
-    largest = np.linalg.eigvalsh(distance.T @ distance)[-1]
-    return float(np.sqrt(max(largest, 0.0)))
+    return float(np.sqrt(max(np.linalg.eigvalsh(distance.T @ distance)[-1], 0.0)))
 
 
 def from_edges(nodes: int, pairs: Iterable[tuple[int, int]], *, name: str = "from_edges") -> Schedule:
     """Return the fixed schedule in which the two nodes of every pair mix at every step, both ways.
 
-    Weights are Metropolis-Hastings, ``1 / (1 + the larger number of neighbours)`` (Xiao and Boyd, 2004): they are
-    symmetric, so the mean is preserved. A pair may be given twice, and in any order.
-
-    Args:
-        nodes: the number of nodes.
-        pairs: the two nodes of every link.
-        name: shown in reports and errors.
-
-    Example:
-        >>> from flexcomm import gossip
-        >>> gossip.from_edges(3, [(0, 1), (1, 2)]).phase(0).self_weight(1)
-        0.33333333333333337
-
+    Weights are Metropolis-Hastings, ``1 / (1 + the larger number of neighbours)`` (Xiao and Boyd, 2004). A pair may be
+    given twice, and in any order; ``name`` is shown in reports and errors.
     """
     links = {(min(one, other), max(one, other)) for one, other in pairs}
     neighbours = Counter(chain.from_iterable(links))
@@ -290,18 +297,9 @@ def from_edges(nodes: int, pairs: Iterable[tuple[int, int]], *, name: str = "fro
 def from_matrix(*matrices: ArrayLike, name: str = "from_matrix") -> Schedule:
     """Return the schedule whose phases are these matrices, in this order.
 
-    The schedule is doubly stochastic if rows sum to 1, too, within 1e-12: build matrices in float64.
-
-    Args:
-        matrices: ``[nodes, nodes]`` each; ``matrix[i][j]`` is the weight of node j's value in node i's sum. Columns sum
-            to 1, and the diagonal is positive.
-        name: shown in reports and errors.
-
-    Example:
-        >>> from flexcomm import gossip
-        >>> gossip.from_matrix([[0.5, 0.5], [0.5, 0.5]]).is_exact
-        True
-
+    ``matrix[i][j]`` is the weight of node j's value in node i's sum. Columns sum to 1, the diagonal is positive; the
+    schedule is doubly stochastic if rows sum to 1, too, within 1e-12: build matrices in float64. ``name`` is shown in
+    reports and errors.
     """
     arrays = [np.asarray(matrix, dtype=np.float64) for matrix in matrices]
     shapes = [array.shape for array in arrays]
@@ -312,13 +310,10 @@ def from_matrix(*matrices: ArrayLike, name: str = "from_matrix") -> Schedule:
         )
     phases = []
     for number, array in enumerate(arrays):
-        if not np.isfinite(array).all() or (array < 0.0).any():
-            raise InvalidArgumentError(
-                f"matrix {number} of {name} has weights below 0 or nonfinite ones: use finite weights from 0 on."
-            )
         sums = array.sum(axis=0)
         worst = int(np.abs(sums - 1.0).argmax())
-        if abs(sums[worst] - 1.0) > _SUM_TOLERANCE:
+        # Written so that NaN is refused, too.
+        if not abs(sums[worst] - 1.0) <= _SUM_TOLERANCE:
             raise InvalidArgumentError(
                 f"column {worst} of matrix {number} of {name} sums to {sums[worst]:.6g}, but must sum to 1, or the "
                 f"mean over nodes would change. Row i holds what node i adds up; if yours is what it sends, transpose."

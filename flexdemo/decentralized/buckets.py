@@ -1,8 +1,8 @@
-"""Buckets of parameters that are mixed together: the mix of each that is under way, its gradient's norm, its state."""
+"""Buckets of parameters that are mixed together: the mix under way, the norm of gradients, and what is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -13,19 +13,17 @@ from torch.nn import Parameter
 
 from flexcomm import Compressor, InvalidArgumentError, MixHandle, MixResiduals, MixResult, PushSum, World, start_mix
 from flexcomm.gossip import ScheduleLike, complete, plan_mix, round_of
-from flexdemo.checkpoint import NodeAxis, OtherNodes, check_sizes, longest_on_node, required
+from flexdemo.checkpoint import NodeAxis, OtherNodes, longest_on_node, required
 from flexdemo.gradients import Bucket
-from flexdemo.parameters import Group, local
+from flexdemo.parameters import local
 from flexdemo.torch_private import version_of
 
 HERE, OWNER, PUSH_WEIGHT = "here", "owner", "push_weight"
 """The keys of a parameter's value on this replica, of the replica's owner, and of its push-sum weight."""
-RESIDUALS = ("public", "public_sum")
-"""The keys of a bucket's residuals, saved with the first of its parameters."""
 
 
-class MixBucket:
-    """The parameters of one bucket of an optimizer, and their mix under way.
+class MixBucket(Bucket):
+    """A bucket of an optimizer, and its mix under way.
 
     Whole, contiguous parameters are moved into one flat tensor and sent from there, without a copy: a parameter does
     not change while it is mixed. Others, such as FSDP's shards, are copied when a mix starts.
@@ -40,33 +38,36 @@ class MixBucket:
         compressor: Compressor | None,
         communicator: str,
     ) -> None:
-        self.params, self.names, self.sharded = bucket.params, bucket.names, bucket.node_averaged
+        super().__init__(bucket.group, bucket.node_averaged, bucket.device, bucket.params, bucket.specs)
         self.squared_distance: Tensor | None = None
         """The squared distance by which the last mix moved this rank's parameters."""
         self.tensors = [local(param) for param in self.params]
         """The tensors that are mixed: all elements of this rank's parameters."""
-        if not self.sharded and len(self.params) > 1 and all(tensor.is_contiguous() for tensor in self.tensors):
-            self.tensors = [_flatten_(self.params)]
+        if not self.node_averaged and len(self.params) > 1 and all(tensor.is_contiguous() for tensor in self.tensors):
+            flat = torch.cat([tensor.view(-1) for tensor in self.tensors])
+            parts = torch.split(flat, [param.numel() for param in self.params])
+            for param, part in zip(self.params, parts, strict=True):
+                param.data = part.view(param.shape)
+            self.tensors = [flat]
         self._addresses = [local(param).data_ptr() for param in self.params]
-        self._topology, self._schedule, self._gamma, self._compressor = world.topology, schedule, gamma, compressor
-        self._complete = complete(world.topology.nodes)
+        self._versions: list[int] = []
+        self._topology, self._round = world.topology, round_of(schedule.phase(0), world.topology.node)
         self.push_sum = None if schedule.is_doubly_stochastic else PushSum()
         self.residuals = None if compressor is None else MixResiduals()
-        self.reset_residuals()
-        residual = 0 if self.residuals is None else self.residuals.state_dict()[RESIDUALS[0]].numel()
-        *self.lengths, self.residual_length = longest_on_node(
-            [*(local(param).numel() for param in self.params), residual], world
-        )
-        """The elements of each parameter, and of the residuals, on the rank of this node that has most."""
+        self.reset_mix_state()
+        saved = [*map(local, self.params), *self.mix_state().values()]
+        self.lengths = longest_on_node(map(Tensor.numel, saved), world)
+        """The elements of each parameter, and of the mixing state, on the rank of this node that has most."""
         self._handle: MixHandle[list[Tensor]] | None = None
-        self._versions: list[int] = []
-        self._start_mix = partial(start_mix, self.tensors, world=world, sharded=self.sharded, communicator=communicator)
+        start = partial(start_mix, self.tensors, world=world, sharded=self.node_averaged, communicator=communicator)
+        self._start_complete = partial(start, complete(world.topology.nodes))
+        self._start_scheduled = partial(start, schedule, gamma=gamma, compressor=compressor, residuals=self.residuals)
         # Here all ranks come in one order; in a backward pass they may not.
         plan_mix(
             self.tensors,
             schedule,
             world=world,
-            sharded=self.sharded,
+            sharded=self.node_averaged,
             gamma=gamma,
             has_push_sum=self.push_sum is not None,
             compressor=compressor,
@@ -74,17 +75,32 @@ class MixBucket:
             communicator=communicator,
         )
 
-    def reset_residuals(self) -> None:
-        """Start the residuals, if there are any, from the current parameters, which must be equal on all replicas."""
+    def mix_state(self) -> dict[str, Tensor]:
+        """Return the residuals and the push-sum weight, if there are any; saved with the first of the parameters."""
+        state = {} if self.residuals is None else self.residuals.state_dict()
+        if self.push_sum is not None:
+            state[PUSH_WEIGHT] = torch.tensor([self.push_sum.weight], dtype=torch.float64)
+        return state
+
+    def load_mix_state(self, state: dict[str, Tensor]) -> None:
+        if self.push_sum is not None:
+            self.push_sum.load_state_dict({"weight": float(state[PUSH_WEIGHT])})
+        if self.residuals is not None:
+            self.residuals.load_state_dict(state)
+
+    def reset_mix_state(self) -> None:
+        """Start from the current parameters, which must be equal on all replicas."""
+        if self.push_sum is not None:
+            self.push_sum.weight = 1.0
         if self.residuals is None:
             return
         flat, ranks = torch.cat([x.reshape(-1) for x in self.tensors]), self._topology.local_size
-        if not self.sharded and ranks > 1:
+        if not self.node_averaged and ranks > 1:
             # The ranks of a node share the work: each mixes one shard, the last of which may be padded.
             numel = -(-flat.numel() // ranks)
             flat = torch.nn.functional.pad(flat, (0, numel * ranks - flat.numel()))
             flat = flat[self._topology.local_rank * numel :][:numel]
-        self.residuals.begin(flat, round_of(self._schedule.phase(0), self._topology.node).weight_sum)
+        self.residuals.begin(flat, self._round.weight_sum)
 
     def start(self, step: int, *, with_all: bool) -> None:
         """Start to mix the current parameters, by the schedule or ``with_all`` nodes; nothing if a mix is under way."""
@@ -96,29 +112,21 @@ class MixBucket:
                 f"model first, then make the optimizer."
             )
         self.accept_changes()
-        self._handle = self._start_mix(
-            self._complete if with_all else self._schedule,
-            step,
-            gamma=None if with_all else self._gamma,
-            push_sum=self.push_sum,
-            compressor=None if with_all else self._compressor,
-            residuals=None if with_all else self.residuals,
-            out=self.tensors,
-        )
+        start = self._start_complete if with_all else self._start_scheduled
+        self._handle = start(step, push_sum=self.push_sum, out=self.tensors)
 
     def finish(self) -> None:
         """Write the result of the mix under way, if there is one, into the parameters."""
-        handle, self._handle = self._handle, None
-        if handle is None:
+        if self._handle is None:
             return
         versions = zip(self.names, self.params, self._versions, strict=True)
         changed = [name for name, param, version in versions if version_of(param) != version]
         if changed:
             raise InvalidArgumentError(
                 f"{', '.join(changed[:4])} changed while being mixed: peers received other values than this rank has. "
-                f"Call optimizer.restart() on all ranks before you change parameters, or use order='step-then-mix', "
-                f"with which nothing is under way between steps."
+                f"Call optimizer.restart() on all ranks before you change parameters, or use order='step-then-mix'."
             )
+        handle, self._handle = self._handle, None
         self.squared_distance = handle.wait().squared_distance
 
     def wait_received(self) -> None:
@@ -136,27 +144,49 @@ class MixBucket:
         """Return the mean over all nodes and ranks, and this rank's squared distance from it. All ranks call it."""
         # A copy: the mean is read, and the weight of later rounds must not change.
         push_sum = None if self.push_sum is None else PushSum(self.push_sum.weight)
-        return self._start_mix(self._complete, 0, push_sum=push_sum).wait()
+        return self._start_complete(0, push_sum=push_sum).wait()
 
     def accept_changes(self) -> None:
-        """Treat the parameters as unchanged since their mix started: a change was reverted before it was read."""
+        """Treat the parameters as unchanged since their mix started: a change was reverted."""
         self._versions = [version_of(param) for param in self.params]
 
+    def save_(self, states: dict[Any, dict[str, Any]], keys: dict[Parameter, Any], axis: NodeAxis) -> None:
+        """Add parameters, residuals and push-sum weight to states of torch's state dict, all with a node axis."""
+        lengths = iter(self.lengths)
+        for param, length in zip(self.params, lengths, strict=False):
+            here = {HERE: axis.stacked(local(param), length), OWNER: axis.owner()}
+            states[keys[param]] = axis.stacked_state(states.get(keys[param], {}), length) | here
+        for (name, state), length in zip(self.mix_state().items(), lengths, strict=True):
+            states[keys[self.params[0]]][name] = axis.stacked(state, length)
 
-def _flatten_(params: Sequence[Parameter]) -> Tensor:
-    """Move the parameters into one flat tensor, of which they are views from then on, and return it."""
-    flat = torch.cat([param.detach().reshape(-1) for param in params])
-    parts = torch.split(flat, [param.numel() for param in params])
-    for param, part in zip(params, parts, strict=True):
-        param.data = part.view(param.shape)
-    return flat
+    def load(
+        self, states: dict[Any, dict[str, Any]], keys: dict[Parameter, Any], axis: NodeAxis, other_nodes: OtherNodes
+    ) -> list[Callable[[], object]]:
+        """Take what :meth:`save_` added out of the states; return functions that load it, once nothing can fail."""
+        mix_state, first = self.mix_state(), states[keys[self.params[0]]]
+        saved_mix = {name: required(first, name) for name in mix_state} if first else {}
+        commits: list[Callable[[], object]] = []
+        for param in self.params:
+            saved = states[keys[param]]
+            if not saved:
+                continue
+            axis.check_owner(required(saved, OWNER))
+            here, value = local(param), required(saved, HERE)
+            # Reset, new replicas start from the parameters that the model has.
+            if other_nodes != "reset" or axis.is_own(value):
+                commits.append(partial(here.copy_, axis.taken(value, here.shape, HERE, other_nodes)))
+            axis.take_state_(saved, param, other_nodes)
+        if not all(map(axis.is_own, saved_mix.values())):
+            # Of another number of nodes: then all replicas start from equal parameters.
+            commits.append(self.reset_mix_state)
+        elif saved_mix:
+            own = {name: axis.taken(value, mix_state[name].shape, name, "error") for name, value in saved_mix.items()}
+            commits.append(partial(self.load_mix_state, own))
+        return commits
 
 
 def squared_norm(buckets: Collection[Bucket], world: World) -> Tensor:
-    """Return the squared norm of the replica's gradient: this rank's, plus the shards of all ranks of its node.
-
-    If a bucket is sharded, the ranks of a node call it together.
-    """
+    """Return the squared norm of the replica's gradient; if a bucket is sharded, ranks of a node call it together."""
     unsharded, shards = torch.zeros(2, 1, dtype=torch.float64, device=world.device)
     for bucket in buckets:
         gradients = gradients_of(bucket)
@@ -190,89 +220,11 @@ _owners: WeakKeyDictionary[World, list[ref[Any]]] = WeakKeyDictionary()
 def take_communicator(owner: object, world: World) -> str:
     """Return a communicator that no living optimizer of this world uses, on any rank. All ranks call it together.
 
-    Ranks make optimizers in one order, but may step them in any, so each needs its own. A communicator has process
-    groups and a thread: one whose owner is gone on all ranks is used again.
+    Ranks may step optimizers in any order, so each needs its own. It has process groups and a thread: one whose owner
+    is gone on all ranks is used again.
     """
     owners = _owners.setdefault(world, [])
     taken = torch.tensor([one() is not None for one in owners] + [False], dtype=torch.uint8)
     number = world.control.all_gather(taken).wait().amax(dim=0).tolist().index(0)
     owners[number : number + 1] = [ref(owner)]
     return f"optimizer {number}"
-
-
-def save_replica_(
-    state_dict: dict[str, Any], groups: list[Group], buckets: Collection[MixBucket], axis: NodeAxis
-) -> None:
-    """Add parameters, residuals and push-sum weights to torch's state dict, with a node axis in every tensor."""
-    states, numbers = state_dict["state"], _numbers_of(state_dict, groups)
-    for bucket in buckets:
-        for param, length in zip(bucket.params, bucket.lengths, strict=True):
-            here = {HERE: axis.stacked(local(param), length), OWNER: axis.owner()}
-            states[numbers[param]] = axis.stacked_state(states.get(numbers[param], {}), length) | here
-        first = states[numbers[bucket.params[0]]]
-        if bucket.residuals is not None:
-            residuals = bucket.residuals.state_dict()
-            first |= {key: axis.stacked(residuals[key], bucket.residual_length) for key in RESIDUALS}
-        if bucket.push_sum is not None:
-            first[PUSH_WEIGHT] = axis.stacked(torch.tensor([bucket.push_sum.weight], dtype=torch.float64), 1)
-
-
-def load_replica_(
-    state_dict: dict[str, Any],
-    groups: list[Group],
-    buckets: Collection[MixBucket],
-    axis: NodeAxis,
-    other_nodes: OtherNodes,
-) -> dict[str, Any]:
-    """Load what :func:`save_replica_` saved, and return the rest for torch to load. Nothing changes if this raises."""
-    check_sizes(state_dict["param_groups"], groups)
-    if not any(state_dict["state"].values()) and buckets:
-        raise InvalidArgumentError("the state to be loaded holds no replica: it was saved by another optimizer.")
-    numbers = _numbers_of(state_dict, groups)
-    states = {number: dict(state_dict["state"].get(number, {})) for number in numbers.values()}
-    commits: list[Callable[[], object]] = []
-    for bucket in buckets:
-        first = states[numbers[bucket.params[0]]]
-        commits_of_bucket = _load_bucket(bucket, first, axis) if first else []
-        for param in bucket.params:
-            saved = states[numbers[param]]
-            if not saved:
-                continue
-            axis.check_owner(required(saved, OWNER))
-            here, value = local(param), required(saved, HERE)
-            # Reset, new replicas start from the parameters that the model has.
-            if other_nodes != "reset" or axis.is_own(value):
-                commits.append(partial(here.copy_, axis.taken(value, here.shape, HERE, other_nodes)))
-            axis.take_state_(saved, param, other_nodes)
-        commits += commits_of_bucket
-    with torch.no_grad():
-        for commit in commits:
-            commit()
-    return {"state": states, "param_groups": state_dict["param_groups"]}
-
-
-def _load_bucket(bucket: MixBucket, saved: dict[str, Any], axis: NodeAxis) -> list[Callable[[], object]]:
-    """Return functions that load the residuals and the push-sum weight of a bucket, once nothing can fail any more.
-
-    If they were saved by another number of nodes they are reset: then all replicas start from equal parameters.
-    """
-    commits: list[Callable[[], object]] = []
-    if bucket.residuals is not None:
-        states = {key: required(saved, key) for key in RESIDUALS}
-        shape = bucket.residuals.state_dict()[RESIDUALS[0]].shape
-        if all(axis.is_own(state) for state in states.values()):
-            own = {key: axis.taken(state, shape, key, "error") for key, state in states.items()}
-            commits.append(partial(bucket.residuals.load_state_dict, own))
-        else:
-            commits.append(bucket.reset_residuals)
-    if bucket.push_sum is not None:
-        pushed = required(saved, PUSH_WEIGHT)
-        weight = float(axis.taken(pushed, (), PUSH_WEIGHT, "error")) if axis.is_own(pushed) else 1.0
-        commits.append(partial(bucket.push_sum.load_state_dict, {"weight": weight}))
-    return commits
-
-
-def _numbers_of(state_dict: dict[str, Any], groups: list[Group]) -> dict[Parameter, Any]:
-    """Return the keys of parameters in a state dict of torch."""
-    pairs = zip(state_dict["param_groups"], groups, strict=True)
-    return {param: key for packed, group in pairs for param, key in zip(group["params"], packed["params"], strict=True)}

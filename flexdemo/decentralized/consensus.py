@@ -1,7 +1,6 @@
 """Consensus control: replicas that are too far apart, relative to the size of their steps, mix more.
 
-Kong et al. 2021 (arXiv 2102.04828): decentralized training converges as fast as centralized while the distance between
-replicas stays below a critical value, which is proportional to the size of a step.
+Kong et al. 2021 (arXiv 2102.04828): then decentralized training converges as fast as centralized.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Literal, get_args
 
 import torch
 
-from flexcomm import InvalidArgumentError, World
-from flexdemo.parameters import Group
+from flexcomm import World
+from flexdemo.parameters import COUNT, Group, Rule, check_settings, one_of
 
 Action = Literal["rounds", "complete"]
 
@@ -22,8 +21,7 @@ Action = Literal["rounds", "complete"]
 class ConsensusControl:
     """Settings of consensus control: when replicas are too far apart, and what is done about it.
 
-    Every ``every`` steps all ranks compare the distance by which the last mix moved them with
-    ``bound * lr * gradient norm``. Both are root mean squares over all ranks.
+    The distance by which the last mix moved ranks, a root mean square, is compared with ``bound * lr * gradient norm``.
 
     Args:
         bound: the largest distance, as a multiple of ``lr * gradient norm``.
@@ -47,17 +45,14 @@ class ConsensusControl:
     decay: float = 0.9
 
     def __post_init__(self) -> None:
-        rules = {
-            "bound": (self.bound > 0, "above 0"),
-            "action": (self.action in get_args(Action), f"one of {', '.join(get_args(Action))}"),
-            "most_rounds": (self.most_rounds >= 1, "at least 1"),
-            "every": (self.every >= 1, "at least 1"),
-            "decay": (0 <= self.decay < 1, "at least 0 and below 1"),
+        rules: dict[str, Rule] = {
+            "bound": (lambda value: value > 0, "above 0"),
+            "action": one_of(get_args(Action)),
+            "most_rounds": COUNT,
+            "every": COUNT,
+            "decay": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
         }
-        broken = {name: rule for name, (holds, rule) in rules.items() if not holds}
-        wrong = [f"{name} is {getattr(self, name)!r}, but must be {rule}" for name, rule in broken.items()]
-        if wrong:
-            raise InvalidArgumentError(f"{'; '.join(wrong)}.")
+        check_settings(vars(self), rules)
 
 
 INITIAL_STATE: dict[str, float | int | bool] = {
@@ -68,8 +63,7 @@ INITIAL_STATE: dict[str, float | int | bool] = {
 }
 """The state of consensus control, in settings of the first parameter group, because torch saves those.
 
-It says how many rounds a step mixes, whether the next mix is over the complete graph, and whether the last one that was
-started is: that one is started again after a state was loaded.
+``complete`` is whether the next mix is over the complete graph, ``launched`` whether the last one that was started is.
 """
 
 
@@ -79,9 +73,8 @@ def update_consensus_(
     """Compare the distance with the bound, over all ranks, and decide equally on all how much the next steps mix."""
     own = torch.tensor([squared_distance, squared_norm], dtype=torch.float64)
     distance, norm = world.control.all_gather(own).wait().mean(dim=0).sqrt().tolist()
-    if not math.isfinite(norm) or not math.isfinite(distance):
-        # Such as those of a step that was skipped. All ranks see the same numbers, so all return.
-        return
+    if not math.isfinite(norm + distance):
+        return  # Such as those of a step that was skipped. All ranks see the same numbers.
     decay = control.decay if group["consensus_norm"] else 0.0
     group["consensus_norm"] = decay * group["consensus_norm"] + (1.0 - decay) * norm
     exceeded = distance > control.bound * float(group["lr"]) * group["consensus_norm"]

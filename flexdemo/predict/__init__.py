@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from flexcomm import BUCKET_BYTES, InvalidArgumentError, gossip
-from flexcomm.gossip import ScheduleLike
+from flexcomm.gossip import RandomSchedule, Schedule
 from flexdemo import runtime
 from flexdemo.predict.calibration import Calibration, Compute, compression_for_k
 from flexdemo.runtime import Horizon, Updates, Workload
@@ -135,7 +135,7 @@ def _choose_links(
 
 Family = Literal["all-reduce", "decentralized", "flexdemo"]
 
-SCHEDULES: Mapping[str, Callable[[int], ScheduleLike]] = {
+SCHEDULES: Mapping[str, Callable[[int], Schedule | RandomSchedule]] = {
     "complete": gossip.complete,
     "one-peer-exp": gossip.one_peer_exponential,
     "base": gossip.base,
@@ -235,7 +235,7 @@ Method = AllReduceMethod | DecentralizedMethod | FlexDemoMethod
 
 
 @lru_cache(maxsize=64)  # A schedule of thousands of nodes takes a second to build.
-def make_schedule(name: str, nodes: int) -> ScheduleLike:
+def make_schedule(name: str, nodes: int) -> Schedule | RandomSchedule:
     """Return the schedule of that name in ``SCHEDULES`` for ``nodes``."""
     return SCHEDULES[name](nodes)
 

@@ -11,7 +11,6 @@ import pytest
 
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.gossip.graphs import (
-    RandomSchedule,
     alternating,
     alternating_exponential_ring,
     base,
@@ -24,12 +23,12 @@ from flexcomm.gossip.graphs import (
     static_exponential,
 )
 from flexcomm.gossip.phase import Edge, Group, Phase
-from flexcomm.gossip.schedule import Schedule, from_edges, from_matrix
+from flexcomm.gossip.schedule import RandomSchedule, Schedule, from_edges, from_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flexcomm.gossip.schedule import ScheduleLike
+    AnySchedule = Schedule | RandomSchedule
 
 NUMBERS = [*range(1, 18), 24, 32, 64]
 POWERS = [nodes for nodes in NUMBERS if nodes & (nodes - 1) == 0]
@@ -48,16 +47,16 @@ RECIPES = (*ANY_NUMBER, one_peer_exponential)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def schedules_of(recipe: Callable[[int], ScheduleLike]) -> list[ScheduleLike]:
+def schedules_of(recipe: Callable[[int], AnySchedule]) -> list[AnySchedule]:
     return [recipe(nodes) for nodes in (POWERS if recipe is one_peer_exponential else NUMBERS)]
 
 
-def matrices(schedule: ScheduleLike) -> list[np.ndarray]:
+def matrices(schedule: AnySchedule) -> list[np.ndarray]:
     return [schedule.phase(step).matrix(schedule.nodes) for step in range(schedule.period or 8)]
 
 
 @every_recipe
-def test_rows_and_columns_of_every_phase_sum_to_one(recipe: Callable[[int], ScheduleLike]) -> None:
+def test_rows_and_columns_of_every_phase_sum_to_one(recipe: Callable[[int], AnySchedule]) -> None:
     for schedule in schedules_of(recipe):
         for matrix in matrices(schedule):
             assert matrix.shape == (schedule.nodes, schedule.nodes)
@@ -71,14 +70,14 @@ def test_rows_and_columns_of_every_phase_sum_to_one(recipe: Callable[[int], Sche
 
 
 @every_recipe
-def test_a_schedule_has_as_many_nodes_as_were_asked_for(recipe: Callable[[int], ScheduleLike]) -> None:
+def test_a_schedule_has_as_many_nodes_as_were_asked_for(recipe: Callable[[int], AnySchedule]) -> None:
     assert [schedule.nodes for schedule in schedules_of(recipe)] == (
         POWERS if recipe is one_peer_exponential else NUMBERS
     )
 
 
 @every_recipe
-def test_the_mean_stays_to_the_bit_where_weights_are_halves(recipe: Callable[[int], ScheduleLike]) -> None:
+def test_the_mean_stays_to_the_bit_where_weights_are_halves(recipe: Callable[[int], AnySchedule]) -> None:
     for schedule in schedules_of(recipe):
         x = np.arange(schedule.nodes, dtype=np.float64) ** 2 - 7
         total = x.sum()
@@ -91,7 +90,7 @@ def test_the_mean_stays_to_the_bit_where_weights_are_halves(recipe: Callable[[in
 
 
 @every_recipe
-def test_every_node_has_peers_and_comes_closer_to_the_mean(recipe: Callable[[int], ScheduleLike]) -> None:
+def test_every_node_has_peers_and_comes_closer_to_the_mean(recipe: Callable[[int], AnySchedule]) -> None:
     for schedule in schedules_of(recipe):
         phases = [schedule.phase(step) for step in range(schedule.period or 64)]
         nodes = range(schedule.nodes)
@@ -102,7 +101,7 @@ def test_every_node_has_peers_and_comes_closer_to_the_mean(recipe: Callable[[int
 
 
 @every_recipe
-def test_a_period_is_exact_if_and_only_if_the_schedule_says_so(recipe: Callable[[int], ScheduleLike]) -> None:
+def test_a_period_is_exact_if_and_only_if_the_schedule_says_so(recipe: Callable[[int], AnySchedule]) -> None:
     for schedule in schedules_of(recipe):
         nodes = schedule.nodes
         if isinstance(schedule, RandomSchedule):
@@ -119,7 +118,7 @@ def test_a_period_is_exact_if_and_only_if_the_schedule_says_so(recipe: Callable[
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_node_has_nothing_to_do(recipe: Callable[[int], ScheduleLike]) -> None:
+def test_one_node_has_nothing_to_do(recipe: Callable[[int], AnySchedule]) -> None:
     schedule = recipe(1)
     for step in range(4):
         assert schedule.phase(step).group_of(0) is None
@@ -132,7 +131,7 @@ def test_one_node_has_nothing_to_do(recipe: Callable[[int], ScheduleLike]) -> No
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("nodes", [0, -2, 2.0, "4"])
-def test_a_number_of_nodes_that_cannot_be_is_refused(recipe: Callable[[object], ScheduleLike], nodes: object) -> None:
+def test_a_number_of_nodes_that_cannot_be_is_refused(recipe: Callable[[object], AnySchedule], nodes: object) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         recipe(nodes)
     assert recipe.__name__ in str(caught.value)
@@ -140,7 +139,7 @@ def test_a_number_of_nodes_that_cannot_be_is_refused(recipe: Callable[[object], 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_numpy_counts_nodes_as_python_does(recipe: Callable[[int], ScheduleLike]) -> None:
+def test_numpy_counts_nodes_as_python_does(recipe: Callable[[int], AnySchedule]) -> None:
     assert repr(recipe(np.int64(8))) == repr(recipe(8))  # type: ignore[arg-type]
 
 
@@ -309,7 +308,7 @@ def test_a_graph_of_the_users_own_mixes_with_metropolis_weights() -> None:
         [[0.25, 0.25, 0.25, 0.25], [0.25, 0.75, 0, 0], [0.25, 0, 0.75, 0], [0.25, 0, 0, 0.75]],
     )
     assert star.is_fixed
-    with pytest.raises(InvalidArgumentError, match="in from_edges node 2 has no peer"):
+    with pytest.raises(InvalidArgumentError, match=r"in from_edges the value of node 0 never reaches \[2\]"):
         from_edges(3, [(0, 1)])
 
 
@@ -329,8 +328,8 @@ def test_matrices_of_the_users_own_come_back_as_they_were() -> None:
         (([[0.5, 0.5]],), ["(1, 2)", "[nodes, nodes]"]),
         (([[1.0]], np.eye(2)), ["(1, 1), (2, 2)"]),
         (([[0.5, 0.5], [0.25, 0.5]],), ["column 0 of matrix 0", "0.75", "transpose"]),
-        (([[1.5, 0.5], [-0.5, 0.5]],), ["below 0"]),
-        (([[float("nan"), 0.5], [0.5, 0.5]],), ["nonfinite"]),
+        (([[1.5, 0.5], [-0.5, 0.5]],), ["from node 0 to node 1", "weight -0.5"]),
+        (([[float("nan"), 0.5], [0.5, 0.5]],), ["column 0 of matrix 0", "sums to nan"]),
         (([[0.0, 1.0], [1.0, 0.0]],), ["weight 1.0"]),
     ],
 )
@@ -342,7 +341,7 @@ def test_matrices_that_cannot_mix_are_refused_by_name(given: tuple[object, ...],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ANY_NUMBER)
-def test_ten_thousand_nodes_can_be(recipe: Callable[[int], ScheduleLike]) -> None:
+def test_ten_thousand_nodes_can_be(recipe: Callable[[int], AnySchedule]) -> None:
     schedule = recipe(10_000)
     phase = schedule.phase(3)
     assert schedule.nodes == 10_000

@@ -64,7 +64,7 @@ def test_a_node_is_found_in_its_phase() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Group(()), ["(none)", "at least one"]),
+        (lambda: Group(()), ["members ()", "at least one"]),
         (lambda: Group((1, 2, 1)), ["1, 1, 2", "each once"]),
         (lambda: Group((-1, 2)), ["-1, 2", "from 0 on"]),
         (lambda: Group((0, 1.5)), ["1.5", "whole number"]),
@@ -78,8 +78,8 @@ def test_a_node_is_found_in_its_phase() -> None:
         (lambda: Edge(0, 1, 0.0), ["weight 0.0", "Leave out"]),
         (lambda: Edge(0, 1, 1.0), ["weight 1.0", "between 0 and 1"]),
         (lambda: Edge(0, 1, float("inf")), ["weight inf"]),
-        (lambda: Phase((Group((0, 1)), Group((1, 2)))), ["node 1", "two groups", "two phases"]),
-        (lambda: Phase((Group((0, 1)),), (Edge(1, 2, 0.5),)), ["node 1", "a group and on an edge"]),
+        (lambda: Phase((Group((0, 1)), Group((1, 2)))), ["nodes [1]", "two groups", "two phases"]),
+        (lambda: Phase((Group((0, 1)),), (Edge(1, 2, 0.5),)), ["nodes [1]", "a group and on an edge"]),
         (lambda: Phase(edges=(Edge(0, 1, 0.5), Edge(0, 1, 0.25))), ["from node 0 to node 1", "0.5 and 0.25"]),
         (
             lambda: Phase(edges=(Edge(0, 1, 0.5), Edge(0, 2, 0.5))),
@@ -96,15 +96,21 @@ def test_a_node_is_found_in_its_phase() -> None:
             lambda: Schedule("far", 2, (Phase((Group((0, 1)),)), Phase((Group((0, 2)),)))),
             ["phase 1", "node 2", "0 to 1"],
         ),
-        (lambda: Schedule("idle", 3, (Phase(),)), ["node 0, 1, 2 has no peer"]),
-        (lambda: Schedule("alone", 3, (Phase((Group((0, 1)), Group((2,)))),)), ["node 2 has no peer"]),
-        (lambda: Schedule("two", 4, PAIRS_OF_FOUR[:1]), ["the value of node 0 never reaches node 2, 3"]),
+        (lambda: Schedule("idle", 3, (Phase(),)), ["the value of node 0 never reaches [1, 2]"]),
+        (
+            lambda: Schedule("alone", 3, (Phase((Group((0, 1)), Group((2,)))),)),
+            ["the value of node 0 never reaches [2]"],
+        ),
+        (lambda: Schedule("two", 4, PAIRS_OF_FOUR[:1]), ["the value of node 0 never reaches [2, 3]"]),
         (
             lambda: Schedule("away", 2, (Phase(edges=(Edge(0, 1, 0.5),)),)),
-            ["node 0 never receives the value of node 1"],
+            ["node 0 never receives the values of [1]"],
         ),
-        (lambda: Schedule("to", 2, (Phase(edges=(Edge(1, 0, 0.5),)),)), ["the value of node 0 never reaches node 1"]),
-        (lambda: Schedule("many", 30, (Phase((Group((0, 1)), Group(tuple(range(2, 30))))),)), ["9 and 20 more"]),
+        (lambda: Schedule("to", 2, (Phase(edges=(Edge(1, 0, 0.5),)),)), ["the value of node 0 never reaches [1]"]),
+        (
+            lambda: Schedule("many", 30, (Phase((Group((0, 1)), Group(tuple(range(2, 30))))),)),
+            ["[2, 3, 4, 5, 6, 7, ...]"],
+        ),
         (lambda: Phase((Group((0, 5)),)).matrix(4), ["4 nodes", "node 5", "at least 6"]),
     ],
 )
