@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakMethod
 
 import torch
