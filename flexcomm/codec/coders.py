@@ -160,11 +160,7 @@ def check_header(words: Tensor, region: Region, expected: Header) -> Header:
         "magic": (got.magic, MAGIC, "this is no buffer of ours. Hand over what was encoded, from its first byte on."),
         "version": (got.version, VERSION, one_release),
         "payload bytes": (got.payload_nbytes, nbytes, "so many are here. Hand over as many as were encoded."),
-        "checksum": (
-            f"{got.checksum:08x}",
-            f"{checksum:08x}",
-            "bytes were damaged: look at that node's memory and link.",
-        ),
+        "checksum": (f"{got.checksum:08x}", f"{checksum:08x}", "it was damaged: check that node's memory and link."),
         "spare bytes": (got.spare.hex(" ", 4) if any(got.spare) else "zero", "zero", one_release),
         "plan hash": (f"{got.plan:016x}", f"{ours.plan:016x}", "tensors, names, order or compressor differ."),
         "step": (got.step, ours.step, "a rank skipped or repeated one. After a restart, load one checkpoint on all."),

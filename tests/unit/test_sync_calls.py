@@ -86,6 +86,11 @@ def test_residuals_are_float32_whatever_torchs_default_is(world: World, dtype: t
     assert [state.dtype for state in residuals.state_dict().values()] == [torch.float32]
 
 
+def test_a_nonfinite_tensor_is_named_on_its_rank(world: World) -> None:
+    with pytest.raises(NonFiniteError, match=r"rank 0 \(node 0\) had NaN.* Here: NaN, .* in bad\. Skip this step"):
+        hierarchical_sync([X, X * float("nan")], flexcomm.top_k(0.1), names=["good", "bad"], world=world)
+
+
 def test_a_first_call_that_fails_leaves_no_residual_behind(world: World) -> None:
     residuals = flexcomm.Residuals()
     with pytest.raises(NonFiniteError):
