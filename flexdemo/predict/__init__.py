@@ -1,41 +1,23 @@
-"""``flexdemo predict``: seconds per iteration by each method, on measured or assumed links.
+"""``flexdemo predict``: the scenario, the methods that are compared, and the predictions for them.
 
-Here are the scenario, the methods that are compared, and the predictions for them. ``measure`` measures a cluster and
-writes the file of ``calibration``; ``report`` prints; ``flexdemo/__main__.py`` is the command line.
+``measure`` measures a cluster and writes the file of ``calibration``; ``report`` prints.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Literal
 
+import numpy as np
+
 from flexcomm import BUCKET_BYTES, InvalidArgumentError, gossip
 from flexcomm.gossip import ScheduleLike
+from flexdemo import runtime
 from flexdemo.predict.calibration import Calibration, Compute, compression_for_k
-from flexdemo.runtime import (
-    AlphaBeta,
-    BreakEven,
-    Cluster,
-    Compression,
-    Horizon,
-    MeasuredLinks,
-    SpeedupFactors,
-    Straggler,
-    Updates,
-    Workload,
-    choose_algorithm,
-    explain_speedup,
-    find_break_evens,
-    plan_workload,
-    sent_nbytes,
-    simulate_all_reduce,
-    simulate_decentralized,
-    simulate_flexdemo,
-)
+from flexdemo.runtime import Horizon, Updates, Workload
 from flexdemo.runtime.inputs import crossings
 
 DDP_BUCKET_BYTES = 25 << 20
@@ -43,18 +25,14 @@ DDP_BUCKET_BYTES = 25 << 20
 
 _ELEMENT_NBYTES = 4
 _LATENCY_S = 50e-6
-_BACKWARD_OVER_FORWARD = 2.0
 _HORIZON = Horizon(iterations=80, warmup=20)
 
 
-# The scenario
-
-
 @dataclass(frozen=True, kw_only=True)
-class Scenario(Cluster):
+class Scenario(runtime.Cluster):
     """A cluster and the workload of a node; All-Reduce's workload is in the buckets of DDP."""
 
-    links: AlphaBeta | MeasuredLinks
+    links: runtime.AlphaBeta | runtime.MeasuredLinks
     workload: Workload
     all_reduce_workload: Workload
     horizon: Horizon = _HORIZON
@@ -79,12 +57,12 @@ def given_compute(
     if parameters is None:
         raise InvalidArgumentError("got --forward-ms without --parameters: give the size of the model it belongs to.")
     forward_s, optimizer_s = forward_ms / 1e3, (optimizer_ms or 0.0) / 1e3
-    backward_s = _BACKWARD_OVER_FORWARD * forward_s if backward_ms is None else backward_ms / 1e3
+    backward_s = 2 * forward_s if backward_ms is None else backward_ms / 1e3
     return Compute("as given", _ELEMENT_NBYTES * parameters, forward_s, backward_s, optimizer_s, sigma or 0.0)
 
 
 def plan_scenario(
-    measured: Calibration | None,
+    measured: Calibration,
     compute: Compute | None = None,
     *,
     nodes: int | None = None,
@@ -93,18 +71,18 @@ def plan_scenario(
     latency_us: float | None = None,
     parameters: int | None = None,
     sigma: float | None = None,
-    straggler: Straggler = Straggler(),  # noqa: B008  (frozen)
+    straggler: runtime.Straggler = runtime.Straggler(),  # noqa: B008  (frozen)
     bucket_mb: float | None = None,
     sharded: bool = True,
 ) -> Scenario:
     """Return the scenario; what is given takes precedence over a measurement, and something must give each number."""
     if compute is None:
         compute = _measured_compute(measured, parameters)
-    nodes = nodes or (measured.nodes if measured else 0)
+    nodes = nodes or measured.nodes
     if nodes < 2:
         raise InvalidArgumentError(f"got {nodes or 'no number of'} nodes, needed 2 or more: give --nodes.")
     workload, all_reduce_workload = (
-        plan_workload(
+        runtime.plan_workload(
             compute.model_nbytes,
             bucket_nbytes=default if bucket_mb is None else round(bucket_mb * 2**20),
             forward_s=compute.forward_s,
@@ -119,18 +97,17 @@ def plan_scenario(
     )
     return Scenario(
         nodes=nodes,
-        ranks_per_node=ranks_per_node or (measured.ranks_per_node if measured else 1),
+        ranks_per_node=ranks_per_node or measured.ranks_per_node,
         links=_choose_links(measured, bits_per_s, latency_us),
         workload=workload,
         all_reduce_workload=all_reduce_workload,
     )
 
 
-def _measured_compute(measured: Calibration | None, parameters: int | None) -> Compute:
-    if measured is None or measured.compute is None:
+def _measured_compute(measured: Calibration, parameters: int | None) -> Compute:
+    if measured.compute is None:
         raise InvalidArgumentError(
-            "no compute times: give --parameters 124M --forward-ms 40 (and --backward-ms, --optimizer-ms), or a "
-            "--calibration that `flexdemo predict --calibrate FILE` wrote."
+            "no compute times: give --parameters and --forward-ms, or a --calibration with some."
         )
     measured_parameters = measured.compute.model_nbytes // _ELEMENT_NBYTES
     if parameters not in (None, measured_parameters):
@@ -142,21 +119,16 @@ def _measured_compute(measured: Calibration | None, parameters: int | None) -> C
 
 
 def _choose_links(
-    measured: Calibration | None, bits_per_s: float | None, latency_us: float | None
-) -> AlphaBeta | MeasuredLinks:
-    if measured is not None and any(table.link != "intra" for table in measured.links):
+    measured: Calibration, bits_per_s: float | None, latency_us: float | None
+) -> runtime.AlphaBeta | runtime.MeasuredLinks:
+    if any(table.link != "intra" for table in measured.links):
         if latency_us is not None:
-            raise InvalidArgumentError(
-                "got --latency-us beside measured links, which have their own: leave one of them out."
-            )
-        links = MeasuredLinks(measured.links)
+            raise InvalidArgumentError("got --latency-us beside measured links, which have their own: leave one out.")
+        links = runtime.MeasuredLinks(measured.links)
         return links if bits_per_s is None else links.at_bandwidth(bits_per_s / 8)
     if bits_per_s is None:
-        raise InvalidArgumentError(
-            "no links: give --bandwidth 1gbit, or a --calibration or --collectives that was measured on two nodes or "
-            "more."
-        )
-    return AlphaBeta(bits_per_s / 8, _LATENCY_S if latency_us is None else latency_us / 1e6)
+        raise InvalidArgumentError("no links: give --bandwidth 1gbit, or a file that two nodes or more measured.")
+    return runtime.AlphaBeta(bits_per_s / 8, _LATENCY_S if latency_us is None else latency_us / 1e6)
 
 
 # Methods
@@ -175,9 +147,6 @@ SCHEDULES: Mapping[str, Callable[[int], ScheduleLike]] = {
 }
 """Schedules that average exactly come first: of methods that take the same time, the first is recommended."""
 
-_STEPS_WITHOUT_PERIOD = 4
-
-
 # Each method has a name, a family and three functions: its seconds per iteration, InvalidArgumentError if it does not
 # exist for so many nodes; the bytes that a node sends to others in an iteration, on average; and in words how close a
 # step brings the nodes to their mean.
@@ -191,7 +160,7 @@ class AllReduceMethod:
     family: Family = "all-reduce"
 
     def seconds(self, scenario: Scenario) -> float:
-        return simulate_all_reduce(scenario, scenario.all_reduce_workload, scenario.horizon).iteration_s
+        return runtime.simulate_all_reduce(scenario, scenario.all_reduce_workload, scenario.horizon).iteration_s
 
     def sent_nbytes(self, scenario: Scenario) -> float:
         return crossings("all-reduce", scenario.nodes) * scenario.workload.nbytes
@@ -209,30 +178,24 @@ class DecentralizedMethod:
     family: Family = "decentralized"
 
     def seconds(self, scenario: Scenario) -> float:
-        schedule, horizon = make_schedule(self.name, scenario.nodes), scenario.horizon
-        return simulate_decentralized(
-            scenario, scenario.workload, schedule, updates=self.updates, horizon=horizon
+        schedule = make_schedule(self.name, scenario.nodes)
+        return runtime.simulate_decentralized(
+            scenario, scenario.workload, schedule, updates=self.updates, horizon=scenario.horizon
         ).iteration_s
 
-    def factors(self, scenario: Scenario) -> SpeedupFactors:
-        return explain_speedup(
-            scenario,
-            scenario.workload,
-            make_schedule(self.name, scenario.nodes),
-            all_reduce_workload=scenario.all_reduce_workload,
-            updates=self.updates,
-            horizon=scenario.horizon,
+    def factors(self, scenario: Scenario) -> runtime.SpeedupFactors:
+        schedule, all_reduce_workload = make_schedule(self.name, scenario.nodes), scenario.all_reduce_workload
+        return runtime.explain_speedup(
+            scenario, scenario.workload, schedule, all_reduce_workload, updates=self.updates, horizon=scenario.horizon
         )
 
     def sent_nbytes(self, scenario: Scenario) -> float:
         schedule = make_schedule(self.name, scenario.nodes)
-        steps = schedule.period or _STEPS_WITHOUT_PERIOD
-        models = 0.0
-        for step in range(steps):
-            phase = schedule.phase(step)
-            models += sum(len(group.members) * crossings("group", len(group.members)) for group in phase.groups)
-            models += len(phase.edges)
-        return models / steps / scenario.nodes * scenario.workload.nbytes
+        # A schedule without a period sends about as much in one step as in another.
+        phases = [schedule.phase(step) for step in range(schedule.period or 4)]
+        sizes = [len(group.members) for phase in phases for group in phase.groups]
+        models = sum(size * crossings("group", size) for size in sizes) + sum(len(phase.edges) for phase in phases)
+        return models / len(phases) / scenario.nodes * scenario.workload.nbytes
 
     def averaging(self, scenario: Scenario) -> str:
         report = make_schedule(self.name, scenario.nodes).report()
@@ -247,7 +210,7 @@ class DecentralizedMethod:
 class FlexDemoMethod:
     """FlexDeMo with ``flexcomm.demo(k, chunk)``."""
 
-    compression: Compression
+    compression: runtime.Compression
     overlap: bool = True
     family: Family = "flexdemo"
 
@@ -256,13 +219,13 @@ class FlexDemoMethod:
         return f"flexdemo k={self.compression.k}"
 
     def seconds(self, scenario: Scenario) -> float:
-        return simulate_flexdemo(
+        return runtime.simulate_flexdemo(
             scenario, scenario.workload, self.compression, overlap=self.overlap, horizon=scenario.horizon
         ).iteration_s
 
     def sent_nbytes(self, scenario: Scenario) -> float:
-        algorithm = choose_algorithm(scenario.nodes, self.compression, scenario.workload.nbytes)
-        return sent_nbytes(algorithm, scenario.nodes, self.compression, scenario.workload.nbytes)
+        inputs = scenario.nodes, self.compression, scenario.workload.nbytes
+        return runtime.sent_nbytes(runtime.choose_algorithm(*inputs), *inputs)
 
     def averaging(self, scenario: Scenario) -> str:  # noqa: ARG002  (as of the other methods)
         return f"1/{self.compression.chunk**2 / self.compression.k:.0f} of coefficients"
@@ -279,16 +242,16 @@ def make_schedule(name: str, nodes: int) -> ScheduleLike:
 
 def plan_methods(
     nodes: int,
-    codec: Sequence[Compression] = (),
-    *,
+    codec: Sequence[runtime.Compression] = (),
     schedules: Sequence[str] = (),
-    updates: Updates = "backward",
     ks: Sequence[int] = (),
+    *,
+    updates: Updates = "backward",
     overlap: bool = True,
 ) -> tuple[list[Method], dict[str, str]]:
-    """Return the methods to compare with All-Reduce, those that average best first, and why others were skipped.
+    """Return the methods to compare with All-Reduce, and why schedules that do not exist for so many nodes are skipped.
 
-    Schedules that do not exist for so many nodes are skipped. If ``codec`` is empty, costs of compression are assumed.
+    If ``codec`` is empty, costs of compression are assumed.
     """
     unknown = [name for name in schedules if name not in SCHEDULES]
     if unknown:
@@ -302,8 +265,8 @@ def plan_methods(
             skipped[name] = str(error)
         else:
             methods.append(DecentralizedMethod(name, updates))
-    compressions = [compression_for_k(codec, k) for k in sorted(ks, reverse=True)]
-    return [*methods, *(FlexDemoMethod(one, overlap) for one in compressions)], skipped
+    methods += [FlexDemoMethod(compression_for_k(codec, k), overlap) for k in sorted(ks, reverse=True)]
+    return methods, skipped
 
 
 # Predictions
@@ -311,8 +274,6 @@ def plan_methods(
 MIN_SPEEDUP = 1.05
 """Smaller speedups do not count: predictions are accurate to a few per cent."""
 
-_POINTS = 17
-_DECADES = 2.0
 _SEARCH_HORIZON = Horizon(iterations=50, warmup=18)
 
 
@@ -331,9 +292,9 @@ class MethodPrediction:
     speedup: float
     sent_nbytes: float
     averaging: str
-    break_evens: tuple[BreakEven, ...] = ()
-    min_speedup_break_evens: tuple[BreakEven, ...] = ()
-    factors: SpeedupFactors | None = None
+    break_evens: tuple[runtime.BreakEven, ...] = ()
+    min_speedup_break_evens: tuple[runtime.BreakEven, ...] = ()
+    factors: runtime.SpeedupFactors | None = None
 
 
 def predict_methods(scenario: Scenario, methods: Sequence[Method]) -> list[MethodPrediction]:
@@ -358,8 +319,8 @@ def predict_methods(scenario: Scenario, methods: Sequence[Method]) -> list[Metho
                 speedup=all_reduce_s / seconds,
                 sent_nbytes=method.sent_nbytes(scenario),
                 averaging=method.averaging(scenario),
-                break_evens=find_break_evens(method_at, all_reduce_at),
-                min_speedup_break_evens=find_break_evens(method_at, all_reduce_at, speedup=MIN_SPEEDUP),
+                break_evens=runtime.find_break_evens(method_at, all_reduce_at),
+                min_speedup_break_evens=runtime.find_break_evens(method_at, all_reduce_at, speedup=MIN_SPEEDUP),
                 factors=method.factors(scenario) if isinstance(method, DecentralizedMethod) else None,
             )
         )
@@ -378,9 +339,8 @@ class Curve:
 
 def predict_over_bandwidth(scenario: Scenario, methods: Sequence[Method]) -> list[Curve]:
     """Return the curves of All-Reduce and ``methods`` from a hundredth to a hundred times the scenario's rate."""
-    middle = math.log10(scenario.links.bytes_per_s)
-    rates = [10 ** (middle + _DECADES * (2 * point / (_POINTS - 1) - 1)) for point in range(_POINTS)]
-    return _make_curves(methods, {rate: scenario.at_bandwidth(rate) for rate in rates})
+    rates = scenario.links.bytes_per_s * np.logspace(-2, 2, 17)
+    return _make_curves(methods, {rate: scenario.at_bandwidth(rate) for rate in rates.tolist()})
 
 
 def predict_over_nodes(scenario: Scenario, methods: Sequence[Method], max_nodes: int) -> list[Curve]:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -24,11 +24,7 @@ ASSUMED_COMPRESSION = Compression(encode_s_per_element=3e-9, decode_s_per_elemen
 
 @dataclass(frozen=True)
 class Compute:
-    """Mean compute times of a node in an iteration of the model ``name``.
-
-    ``model_nbytes`` is what the ranks of a node exchange together. ``sigma`` is the standard deviation of forward +
-    backward from iteration to iteration, relative to a node's mean, ``slowness`` each node's factor on the mean of all.
-    """
+    """Mean compute times of a node in an iteration of the model ``name``; docs/predict.md explains the fields."""
 
     name: str
     model_nbytes: int
@@ -41,10 +37,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of a cluster of ``nodes`` with ``ranks_per_node`` each: links, compute times, compression."""
+    """Measurements of a cluster of ``nodes`` with ``ranks_per_node`` each; by default nothing was measured."""
 
-    nodes: int
-    ranks_per_node: int
+    nodes: int = 0
+    ranks_per_node: int = 1
     links: tuple[LinkTable, ...] = ()
     compute: Compute | None = None
     codec: tuple[Compression, ...] = ()
@@ -76,9 +72,7 @@ def read_calibration(file: Path) -> Calibration:
             f"a file of `bench collectives --json` is read by --collectives."
         )
     if document.get("version") != VERSION:
-        raise InvalidArgumentError(
-            f"{file} has version {document.get('version')}, needed {VERSION}: measure anew with this library."
-        )
+        raise InvalidArgumentError(f"{file} has version {document.get('version')}, needed {VERSION}: measure anew.")
     calibration: Calibration = _read(Calibration, document, str(file))
     return calibration
 
@@ -112,8 +106,7 @@ def read_collectives(file: Path) -> Calibration:
     """Return the tables of all-reduce and gather, and the costs of ``demo``, that ``bench collectives`` measured."""
     document = _read_json(file)
     try:
-        collectives: _Collectives = _read(_Collectives, document, str(file))
-        return _calibration_of(collectives.rows)
+        return _calibration_of(_read(_Collectives, document, str(file)).rows)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(
             f"{error} Measure with `python -m bench collectives --json {file.name}`, on two nodes or more."
@@ -124,10 +117,8 @@ def _calibration_of(rows: Sequence[_CollectivesRow]) -> Calibration:
     baseline = [row for row in rows if row.compressor == _BASELINE]
     gathers = [row for row in rows if row.algorithm == "gather"]
     if not baseline or not gathers:
-        raise InvalidArgumentError(
-            f"the file has {len(baseline)} rows of {_BASELINE} and {len(gathers)} of the algorithm gather, needed some "
-            f"of both."
-        )
+        found = f"{len(baseline)} rows of {_BASELINE} and {len(gathers)} of the algorithm gather"
+        raise InvalidArgumentError(f"the file has {found}, needed some of both.")
     nodes, ranks = rows[0].nodes, rows[0].ranks_per_node
     if nodes < 2:
         raise InvalidArgumentError("the file was measured on one node, needed a run on two nodes or more.")
@@ -185,9 +176,8 @@ def _read(kind: Any, value: object, where: str) -> Any:  # any type in, a value 
         fields, hints = _read(dict, value, where), get_type_hints(kind)
         missing = [name for name, hint in hints.items() if name not in fields and get_origin(hint) is not UnionType]
         if missing:
-            raise InvalidArgumentError(
-                f"{where}: {missing[0]} is missing; there are {', '.join(fields) or 'no fields'}."
-            )
+            there = ", ".join(fields) or "no fields"
+            raise InvalidArgumentError(f"{where}: {missing[0]} is missing; there are {there}.")
         values = {name: _read(hint, fields.get(name), f"{where}: {name}") for name, hint in hints.items()}
         try:
             return kind(**values)
@@ -236,25 +226,24 @@ def fit_compressions(timings: Sequence[CodecTiming]) -> tuple[Compression, ...]:
     Over different numbers of payloads or different k it tells the cost per coefficient from that per element; with one
     of each, all of the decoding counts as per element. Neither is negative, whatever the noise.
     """
+    if not timings:
+        return ()
     densities = [timing.k / timing.chunk**2 for timing in timings]
     points = [
         (density * payloads, seconds / timing.elements)
         for density, timing in zip(densities, timings, strict=True)
         for payloads, seconds in timing.decode_s.items()
     ]
-    if not points:
-        return ()
-    mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
-    slope = min(max(slope, 0.0), mean_y / mean_x)
+    xs, ys = zip(*points, strict=True)
+    slope = linear_regression(xs, ys).slope if len(set(xs)) > 1 else 0.0
+    slope = min(max(slope, 0.0), fmean(ys) / fmean(xs))
     return tuple(
         Compression(
             k=timing.k,
             chunk=timing.chunk,
             bits_per_coefficient=8 * timing.payload_nbytes / (timing.elements * density),
             encode_s_per_element=timing.encode_s / timing.elements,
-            decode_s_per_element=max(mean_y - slope * mean_x, 0.0),
+            decode_s_per_element=max(fmean(ys) - slope * fmean(xs), 0.0),
             decode_s_per_coefficient=slope,
         )
         for density, timing in zip(densities, timings, strict=True)

@@ -1,7 +1,4 @@
-"""Calibration: a short run on the cluster itself that measures links, compute times and compression.
-
-All ranks call everything together. Times are medians of the slowest rank's, and equal on every rank.
-"""
+"""Calibration: measures links, compute times and compression on the cluster itself; all ranks call together."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -39,16 +37,10 @@ _WARMUPS = 3
 
 
 def calibrate(file: Path, workload: str | None = None, compute: Compute | None = None) -> tuple[bool, Calibration]:
-    """Measure on all ranks that were started, and write ``file`` on rank 0.
+    """Measure on all ranks, write ``file`` on rank 0, and return whether this is rank 0 and the measurements.
 
-    Args:
-        file: the calibration file.
-        workload: ``package.module:function`` that returns a ``TrainingStep`` to time; a small transformer if None.
-        compute: compute times that are known already; nothing is timed then.
-
-    Returns:
-        Whether this is rank 0, and the measurements.
-
+    ``workload`` is the ``package.module:function`` that returns a ``TrainingStep`` to time, by default a small
+    transformer. Nothing is timed if ``compute`` times are given.
     """
     # Before ranks join: one that fails alone afterwards leaves the others waiting.
     step = load_workload(workload) if workload else None
@@ -57,8 +49,7 @@ def calibrate(file: Path, workload: str | None = None, compute: Compute | None =
         if compute is None:
             step = step or SmallTransformer(world.device)
             compute = measure_compute(world, step, workload or SmallTransformer.NAME)
-        topology = world.topology
-        links, codec = measure_links(world), measure_codec(world)
+        topology, links, codec = world.topology, measure_links(world), measure_codec(world)
         calibration = Calibration(topology.nodes, topology.local_size, links, compute, codec)
         # Nothing that identifies the machine.
         remarks = {
@@ -115,10 +106,8 @@ def _plan_exchanges(world: World, nbytes: int) -> dict[tuple[str, int], Callable
     of_nodes, of_ranks = (shard.new_zeros(group.size, shard.numel()) for group in (inter, intra))
     # With an odd number of nodes the last has no partner.
     partners = [inter.rank ^ 1] if inter.rank ^ 1 < inter.size else []
+    sends, receives = [(peer, shard) for peer in partners], [(peer, received) for peer in partners]
     after, before = (inter.rank + 1) % inter.size, (inter.rank - 1) % inter.size
-
-    def exchange_partners() -> None:
-        inter.send_recv([(peer, shard) for peer in partners], [(peer, received) for peer in partners]).wait()
 
     def intra_legs() -> None:
         intra.reduce_scatter(of_ranks, shard).wait()
@@ -126,7 +115,7 @@ def _plan_exchanges(world: World, nbytes: int) -> dict[tuple[str, int], Callable
 
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     if inter.size > 1:
-        calls["group", 2] = exchange_partners
+        calls["group", 2] = lambda: inter.send_recv(sends, receives).wait()
         calls["all-reduce", inter.size] = lambda: inter.all_reduce(shard).wait()
         calls["gather", inter.size] = lambda: inter.all_gather(shard, of_nodes).wait()
     if inter.size > 2:
@@ -137,10 +126,7 @@ def _plan_exchanges(world: World, nbytes: int) -> dict[tuple[str, int], Callable
 
 
 def measure_codec(world: World) -> tuple[Compression, ...]:
-    """Return the costs of ``demo(k)`` for each k, on a shard of a million elements.
-
-    No data is exchanged, but all ranks measure at once, as they encode at once in training.
-    """
+    """Return the costs of ``demo(k)`` for each k; all ranks measure at once, as they encode at once in training."""
     draw = torch.Generator().manual_seed(world.topology.rank)
     x = torch.randn(_SIDE, _SIDE, generator=draw).to(world.device)
     # Each k by itself: its decoding costs are told apart by few and many payloads.
@@ -149,41 +135,33 @@ def measure_codec(world: World) -> tuple[Compression, ...]:
 
 def _time_codec(world: World, x: Tensor, k: int) -> CodecTiming:
     plan = plan_buffer((TensorSpec("x", tuple(x.shape), x.dtype),), demo(k, _CHUNK))
-    kernels, out = choose_kernels(x.device), torch.empty_like(x)
-    state = torch.zeros(plan.plans[0].state_shape, device=x.device)
+    kernels, states = choose_kernels(x.device), [torch.zeros(plan.plans[0].state_shape, device=x.device)]
+    buffer, out = torch.zeros(plan.nbytes, dtype=torch.uint8, device=x.device), torch.empty_like(x)
     update = StateUpdate(decay=0.999)
-    buffer = torch.zeros(plan.nbytes, dtype=torch.uint8, device=x.device)
 
     def encode() -> None:
-        encode_bucket_(plan, [x], buffer, step=0, sequence=0, kernels=kernels, states=[state], update=update)
+        encode_bucket_(plan, [x], buffer, step=0, sequence=0, kernels=kernels, states=states, update=update)
 
-    def prepare_decode(payloads: int) -> Callable[[], None]:
+    encode_s, decode_s = _time_slowest(encode, world, _CODEC_REPEATS), {}
+    for payloads in _PAYLOADS:
         # Copies of one payload take as long to decode as different ones.
         gathered = buffer.repeat(payloads)
         regions = regions_of([f"node {node}" for node in range(payloads)], [plan.nbytes] * payloads)
-        return lambda: decode_bucket_(
-            plan, gathered, regions, [out], step=0, sequence=0, kernels=kernels, average="contributors"
-        )
-
-    encode_s = _time_slowest(encode, world, _CODEC_REPEATS)
-    decode_s = {payloads: _time_slowest(prepare_decode(payloads), world, _CODEC_REPEATS) for payloads in _PAYLOADS}
+        decode = partial(decode_bucket_, plan, gathered, regions, [out], step=0, sequence=0, kernels=kernels)
+        decode_s[payloads] = _time_slowest(partial(decode, average="contributors"), world, _CODEC_REPEATS)
     return CodecTiming(k, _CHUNK, x.numel(), plan.nbytes, encode_s, decode_s)
 
 
 class TrainingStep(Protocol):
     """A workload on this rank's device, in three phases that must not communicate with other ranks.
 
-    ``nbytes`` are those of the model that all ranks of a node exchange together, such as 4 for each fp32 parameter.
-    ``step`` steps the optimizer, and clears the gradients.
+    ``nbytes`` are those that all ranks of a node exchange together. ``step`` also clears the gradients.
     """
 
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: int
 
     def forward(self) -> None: ...
-
     def backward(self) -> None: ...
-
     def step(self) -> None: ...
 
 
@@ -221,10 +199,7 @@ def load_workload(text: str) -> TrainingStep:
         raise InvalidArgumentError(f"cannot load --workload {text!r}: {error}.") from error
     missing = [part for part in ("forward", "backward", "step", "nbytes") if not hasattr(workload, part)]
     if missing:
-        raise InvalidArgumentError(
-            f"--workload {text!r} returned a {type(workload).__name__} without {', '.join(missing)}: needed methods "
-            f"forward(), backward() and step(), and the model's bytes as nbytes."
-        )
+        raise InvalidArgumentError(f"--workload {text!r} returned an object without {', '.join(missing)}: add them.")
     return workload
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +14,6 @@ from flexcomm import InvalidArgumentError
 from flexdemo.predict import MIN_SPEEDUP, Curve, MethodPrediction, Scenario
 from flexdemo.predict.calibration import ASSUMED_COMPRESSION, Calibration
 from flexdemo.runtime import BreakEven, MeasuredLinks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes  # an extra that only --plot needs
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -32,7 +29,7 @@ def format_number(number: float) -> str:
     return f"{number:.3g}" if number < 99.95 else f"{number:.0f}"
 
 
-def describe_scenario(scenario: Scenario, measured: Calibration | None) -> list[str]:
+def describe_scenario(scenario: Scenario, measured: Calibration) -> list[str]:
     """Return the lines above the table: the scenario, and which of its numbers are assumed."""
     load, links = scenario.workload, scenario.links
     times = [format_number(1e3 * one) for one in (load.forward_s, sum(load.backward_s), sum(load.optimizer_s))]
@@ -51,7 +48,7 @@ def describe_scenario(scenario: Scenario, measured: Calibration | None) -> list[
     if load.straggler.probability > 0:
         share, slower = 100 * load.straggler.probability, 100 * load.straggler.slowdown
         lines.append(f"in {share:.3g} % of its iterations a node is {slower:.3g} % slower")
-    if measured is None or not measured.codec:
+    if not measured.codec:
         lines.append(
             f"compression was not measured; assumed are {1e9 * ASSUMED_COMPRESSION.encode_s_per_element:.3g} ns to "
             f"encode an element, {1e9 * ASSUMED_COMPRESSION.decode_s_per_element:.3g} ns to decode one and "
@@ -62,17 +59,6 @@ def describe_scenario(scenario: Scenario, measured: Calibration | None) -> list[
 
 # The table
 
-COLUMNS = (
-    "method",
-    "ms/iteration",
-    "speedup",
-    "MB sent/node",
-    "faster",
-    "5 % faster",
-    "overlap x links x variation",
-    "averaging",
-)
-
 
 def write_table(predictions: Sequence[MethodPrediction], stream: TextIO) -> None:
     """Write the table: with borders on a terminal, as plain text into a file or pipe."""
@@ -80,18 +66,31 @@ def write_table(predictions: Sequence[MethodPrediction], stream: TextIO) -> None
     if not stream.isatty():
         # Plain, and wide enough for any row: rich would wrap to the width that it guesses.
         table, width = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), 1000
-    for place, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if place else "left")
-    for one in predictions:
-        rates = rates_5_percent = factors = "-"
-        if one.family != "all-reduce":
-            rates = format_rates(one.break_evens, faster=one.speedup > 1)
-            rates_5_percent = format_rates(one.min_speedup_break_evens, faster=one.speedup > MIN_SPEEDUP)
-        if one.factors is not None:
-            factors = f"{one.factors.overlap:.2f} x {one.factors.links:.2f} x {one.factors.variation:.2f}"
-        numbers = format_number(1e3 * one.iteration_s), f"{one.speedup:.2f}", format_number(one.sent_nbytes / 1e6)
-        table.add_row(one.method, *numbers, rates, rates_5_percent, factors, one.averaging)
+    rows = [_cells_of(one) for one in predictions]
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in rows:
+        table.add_row(*row.values())
     Console(file=stream, width=width, force_terminal=False if width else None).print(table)
+
+
+def _cells_of(one: MethodPrediction) -> dict[str, str]:
+    faster = faster_by_5_percent = factors = "-"
+    if one.family != "all-reduce":
+        faster = format_rates(one.break_evens, faster=one.speedup > 1)
+        faster_by_5_percent = format_rates(one.min_speedup_break_evens, faster=one.speedup > MIN_SPEEDUP)
+    if one.factors is not None:
+        factors = " x ".join(f"{factor:.2f}" for factor in vars(one.factors).values())
+    return {
+        "method": one.method,
+        "ms/iteration": format_number(1e3 * one.iteration_s),
+        "speedup": f"{one.speedup:.2f}",
+        "MB sent/node": format_number(one.sent_nbytes / 1e6),
+        "faster": faster,
+        "5 % faster": faster_by_5_percent,
+        "overlap x links x variation": factors,
+        "averaging": one.averaging,
+    }
 
 
 def format_rates(break_evens: Sequence[BreakEven], *, faster: bool) -> str:
@@ -130,10 +129,8 @@ def recommend(predictions: Sequence[MethodPrediction]) -> tuple[str, str]:
     chosen = next((one for one in others if one.iteration_s <= _TIE * fastest_s), all_reduce)
     if chosen is all_reduce or all_reduce.iteration_s <= MIN_SPEEDUP * fastest_s:
         gain = max(all_reduce.iteration_s / fastest_s - 1, 0.0)
-        return all_reduce.method, (
-            f"Stay with all-reduce: nothing is more than {gain:.0%} faster, which is less than the error of a "
-            f"prediction."
-        )
+        sentence = f"Stay with all-reduce: nothing is more than {gain:.0%} faster, less than the error of a prediction."
+        return all_reduce.method, sentence
     sent, all_reduce_sent = (format_number(one.sent_nbytes / 1e6) for one in (chosen, all_reduce))
     taken, all_reduce_taken = (format_number(1e3 * one.iteration_s) for one in (chosen, all_reduce))
     reason = f"a node sends {sent} MB an iteration instead of {all_reduce_sent}"
@@ -161,40 +158,46 @@ def check_plot_possible(file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise InvalidArgumentError(
-            "--plot needs matplotlib, the extra `report`: `pip install 'flexcomm[report]'`, or leave --plot out and "
-            "draw from --json."
-        ) from error
+        raise InvalidArgumentError("--plot needs matplotlib: `pip install 'flexcomm[report]'`.") from error
     known = Figure().canvas.get_supported_filetypes()
     if file.suffix.lstrip(".") not in known:
         raise InvalidArgumentError(f"got --plot {file}, needed a name that ends in one of {', '.join(sorted(known))}.")
     if not file.parent.is_dir():
-        raise InvalidArgumentError(
-            f"got --plot {file}, but there is no folder {file.parent}. Make it, or give another."
-        )
+        raise InvalidArgumentError(f"got --plot {file}, but there is no folder {file.parent}: make it.")
 
 
 def draw_plot(scenario: Scenario, over_bandwidth: Sequence[Curve], over_nodes: Sequence[Curve], file: Path) -> None:
-    """Draw seconds per iteration over the rate between nodes, and over the number of nodes; mark the scenario's.
-
-    Both hold the same methods in the same order, All-Reduce first.
-    """
+    """Draw seconds per iteration over the rate between nodes, and over the number of nodes; mark the scenario's."""
     # Not pyplot: that looks for a display, and keeps every figure it made.
     from matplotlib.figure import Figure
 
-    merged = merge_curves(over_bandwidth, over_nodes)
+    bytes_per_s, nodes = scenario.links.bytes_per_s, over_nodes[0].xs
+    rate_ticks = {rate: format_bits_per_s(8 * rate) for rate in over_bandwidth[0].xs[::2]}
+    # Without the last power of two, if the largest number of nodes is close to it.
+    node_ticks = {x: f"{x:,.0f}" for x, y in zip(nodes, (*nodes[1:], math.inf), strict=True) if y > 1.5 * x}
     figure = Figure(figsize=(12, 6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    bytes_per_s = scenario.links.bytes_per_s
     left.set_xscale("log")
     left.set(title=f"{scenario.nodes} nodes", xlabel="each way between nodes (bits per second)")
-    rates = over_bandwidth[0].xs[::2]
-    _draw_curves(left, merged, 0, bytes_per_s, {rate: format_bits_per_s(8 * rate) for rate in rates})
     right.set_xscale("log", base=2)
     right.set(title=f"{format_bits_per_s(8 * bytes_per_s)} between nodes", xlabel="nodes")
-    # Without the last power of two, if the largest number of nodes is close to it.
-    numbers = [x for x, y in zip(over_nodes[0].xs, (*over_nodes[0].xs[1:], math.inf), strict=True) if y > 1.5 * x]
-    _draw_curves(right, merged, 1, scenario.nodes, {number: f"{number:,.0f}" for number in numbers})
+    for number, (label, curves) in enumerate(merge_curves(over_bandwidth, over_nodes)):
+        for axes, curve in zip((left, right), curves, strict=True):
+            axes.plot(
+                curve.xs,
+                [1e3 * y for y in curve.seconds],
+                label=label,
+                linestyle=_STYLES[curve.family],
+                marker=_MARKERS[number % len(_MARKERS)],
+                markersize=4,
+                color=_COLOURS[number % len(_COLOURS)],
+            )
+    for axes, mark, ticks in ((left, bytes_per_s, rate_ticks), (right, scenario.nodes, node_ticks)):
+        axes.axvline(mark, color="gray", linewidth=0.8)
+        axes.set_xticks(list(ticks), list(ticks.values()), rotation=45, fontsize="small")
+        axes.xaxis.set_tick_params(which="minor", bottom=False)
+        axes.set(yscale="log", ylabel="predicted iteration (ms)")
+        axes.grid(visible=True, alpha=0.3)
     # Outside the axes, where it covers no curve.
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     try:
@@ -222,29 +225,3 @@ def _are_same(one: Curve, other: Curve) -> bool:
     others = dict(zip(other.xs, other.seconds, strict=True))
     both = [(y, others[x]) for x, y in zip(one.xs, one.seconds, strict=True) if x in others]
     return one.family == other.family and bool(both) and all(abs(a - b) <= _SAME_CURVE * a for a, b in both)
-
-
-def _draw_curves(
-    axes: Axes,
-    merged: Sequence[tuple[str, tuple[Curve, Curve]]],
-    side: int,
-    mark: float,
-    ticks: Mapping[float, str],
-) -> None:
-    for number, (label, curves) in enumerate(merged):
-        curve = curves[side]
-        axes.plot(
-            curve.xs,
-            [1e3 * y for y in curve.seconds],
-            label=label,
-            linestyle=_STYLES[curve.family],
-            marker=_MARKERS[number % len(_MARKERS)],
-            markersize=4,
-            color="black" if curve.family == "all-reduce" else _COLOURS[number % len(_COLOURS)],
-        )
-    axes.axvline(mark, color="gray", linewidth=0.8)
-    axes.set_xticks(list(ticks), list(ticks.values()), rotation=45, fontsize="small")
-    axes.xaxis.set_tick_params(which="minor", bottom=False)
-    axes.set_yscale("log")
-    axes.set_ylabel("predicted iteration (ms)")
-    axes.grid(visible=True, alpha=0.3)

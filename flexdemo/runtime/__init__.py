@@ -1,8 +1,8 @@
 """Runtime model: the seconds of a training iteration by All-Reduce, decentralized training and FlexDeMo.
 
-Everything is arithmetic: no tensors and no ranks, and 1,024 nodes take a second. The simulations follow from where
-training starts an exchange and where it waits for it; docs/runtime-model.md writes them as formulas. The model is a
-reconstruction of the one in "From promise to practice" (arXiv 2410.11998); the page lists what was checked, and how.
+Everything is arithmetic, without tensors and ranks. docs/runtime-model.md has the formulas, and what they were compared
+with. Each ``simulate_...`` takes a cluster (nodes and links), a workload (buckets and compute times) and a horizon (how
+many iterations). Impossible numbers, such as a negative time, raise ``flexcomm.InvalidArgumentError``.
 
 Example::
 
@@ -15,8 +15,6 @@ Example::
     simulate_all_reduce(cluster, workload).iteration_s
     simulate_decentralized(cluster, workload, gossip.one_peer_exponential(64)).iteration_s
     simulate_flexdemo(cluster, workload, Compression(k=32, encode_s_per_element=3e-9)).iteration_s
-
-Impossible numbers, such as a negative time, raise ``flexcomm.InvalidArgumentError``.
 """
 
 from __future__ import annotations
@@ -34,48 +32,17 @@ from numpy.typing import NDArray
 
 from flexcomm import InvalidArgumentError
 from flexcomm.gossip import Group, Phase
-from flexdemo.runtime.inputs import (
-    AlphaBeta,
-    Cluster,
-    Compression,
-    Links,
-    LinkTable,
-    MeasuredLinks,
-    Straggler,
-    Workload,
-    check_range,
-    crossings,
-    fit_alpha_beta,
-    plan_workload,
-)
-
-__all__ = [
-    "Algorithm",
-    "AllReduceSchedule",
-    "AlphaBeta",
-    "BreakEven",
-    "Cluster",
-    "Compression",
-    "Horizon",
-    "LinkTable",
-    "Links",
-    "MeasuredLinks",
-    "Schedule",
-    "SpeedupFactors",
-    "Straggler",
-    "Timing",
-    "Updates",
-    "Workload",
-    "choose_algorithm",
-    "explain_speedup",
-    "find_break_evens",
-    "fit_alpha_beta",
-    "plan_workload",
-    "sent_nbytes",
-    "simulate_all_reduce",
-    "simulate_decentralized",
-    "simulate_flexdemo",
-]
+from flexdemo.runtime.inputs import AlphaBeta as AlphaBeta
+from flexdemo.runtime.inputs import Cluster as Cluster
+from flexdemo.runtime.inputs import Compression as Compression
+from flexdemo.runtime.inputs import Links as Links
+from flexdemo.runtime.inputs import LinkTable as LinkTable
+from flexdemo.runtime.inputs import MeasuredLinks as MeasuredLinks
+from flexdemo.runtime.inputs import Straggler as Straggler
+from flexdemo.runtime.inputs import Workload as Workload
+from flexdemo.runtime.inputs import check_range, crossings
+from flexdemo.runtime.inputs import fit_alpha_beta as fit_alpha_beta
+from flexdemo.runtime.inputs import plan_workload as plan_workload
 
 Updates = Literal["backward", "step"]
 Algorithm = Literal["gather", "two_phase", "dense"]
@@ -117,14 +84,7 @@ class Timing:
 
 
 def simulate_all_reduce(cluster: Cluster, workload: Workload, horizon: Horizon = HORIZON) -> Timing:
-    """Simulate data parallelism as in DDP: each bucket is all-reduced while the backward pass goes on.
-
-    Args:
-        cluster: nodes and links.
-        workload: buckets and compute times.
-        horizon: how many iterations are simulated.
-
-    """
+    """Simulate data parallelism as in DDP: each bucket is all-reduced while the backward pass goes on."""
     nodes, tau = cluster.nodes, cluster.links.tau
     tau_s = [cluster.intra_legs_s(workload, size) + tau("all-reduce", nodes, size) for size in workload.bucket_nbytes]
     computed_s = workload.forward_s + np.cumsum(workload.backward_s)
@@ -147,16 +107,12 @@ class Schedule(Protocol):
 
     @property
     def nodes(self) -> int: ...
-
     @property
     def period(self) -> int | None: ...
-
     def phase(self, step: int) -> Phase: ...
 
 
-class AllReduceGroup(Group):
-    """A group that all-reduces, instead of averaging in the way that is fastest for its size."""
-
+class _AllReduceGroup(Group):
     link = "all-reduce"
 
 
@@ -168,7 +124,7 @@ class AllReduceSchedule:
     period: int = 1
 
     def phase(self, step: int) -> Phase:  # noqa: ARG002  (the name is the protocol's)
-        return Phase((AllReduceGroup(tuple(range(self.nodes))),))
+        return Phase((_AllReduceGroup(tuple(range(self.nodes))),))
 
 
 def simulate_decentralized(
@@ -182,26 +138,18 @@ def simulate_decentralized(
     """Simulate decentralized training, in which an exchange has a whole iteration to arrive.
 
     For each bucket a node waits for the exchange that it started an iteration ago, mixes, steps, and starts the next.
-
-    Args:
-        cluster: nodes and links.
-        workload: buckets and compute times.
-        schedule: one of ``flexcomm.gossip`` for as many nodes.
-        updates: "backward" steps as the backward pass completes a bucket, "step" on all buckets after it.
-        horizon: how many iterations are simulated.
-
+    With ``updates="backward"`` it does so when the backward pass completes the bucket, with "step" after that pass.
     """
     if schedule.nodes != cluster.nodes:
-        raise InvalidArgumentError(
-            f"got a schedule for {schedule.nodes} nodes, needed one for the cluster's {cluster.nodes}."
-        )
+        needed = f"needed one for the cluster's {cluster.nodes}"
+        raise InvalidArgumentError(f"got a schedule for {schedule.nodes} nodes, {needed}.")
     if updates not in get_args(Updates):
         raise InvalidArgumentError(f"got updates={updates!r}, needed one of {', '.join(get_args(Updates))}.")
     before_s, backward_s = 0.0, workload.backward_s
     if updates == "step":
         before_s, backward_s = sum(backward_s), (0.0,) * len(backward_s)
     # A phase is converted to arrays once: phases that repeat are used in many iterations.
-    plan = lru_cache(schedule.period or 1)(lambda step: plan_phase(schedule.phase(step), cluster, workload))
+    plan = lru_cache(schedule.period or 1)(lambda step: PhasePlan(schedule.phase(step), cluster, workload))
     # u_i, q_i and fin_{i,b}: when a node ends its work, its last exchange, and its last exchange of each bucket.
     ready_s, link_free_s = np.zeros(cluster.nodes), np.zeros(cluster.nodes)
     exchanged_s = np.full((len(backward_s), cluster.nodes), -math.inf)
@@ -218,20 +166,41 @@ def simulate_decentralized(
     return Timing(tuple(finished), horizon.warmup, schedule.period or 1)
 
 
-@dataclass(frozen=True)
 class PhasePlan:
-    """A phase as arrays, with the seconds of its exchanges for each bucket b.
+    """A phase as arrays, with the seconds of its exchanges for each bucket b."""
 
-    Groups of one link and size form a class: a pair of their members, ``[groups, k]``, and their seconds, ``[b]``.
-    ``sources`` and ``targets`` are the ends of the edges, ``edge_nodes`` the nodes that have any, and ``edge_s`` their
-    seconds, ``[b, edge_nodes]``.
-    """
-
-    groups: tuple[tuple[NDArray[np.intp], list[float]], ...]
-    sources: NDArray[np.intp]
-    targets: NDArray[np.intp]
-    edge_nodes: NDArray[np.intp]
-    edge_s: NDArray[np.float64]
+    def __init__(self, phase: Phase, cluster: Cluster, workload: Workload) -> None:
+        nodes, tau = cluster.nodes, cluster.links.tau
+        self.sources = np.array([edge.source for edge in phase.edges], dtype=np.intp)
+        self.targets = np.array([edge.target for edge in phase.edges], dtype=np.intp)
+        in_groups = np.array([node for group in phase.groups for node in group.members], dtype=np.intp)
+        named = np.concatenate([in_groups, self.sources, self.targets])
+        unknown = named[(named < 0) | (named >= nodes)]
+        if unknown.size:
+            raise InvalidArgumentError(f"a phase names node {unknown[0]}, but there are {nodes} nodes, from 0 on.")
+        counts = np.bincount(in_groups, minlength=nodes)
+        if counts.max() > 1:
+            raise InvalidArgumentError(f"node {counts.argmax()} is in {counts.max()} groups of a phase, needed one.")
+        legs_s = [cluster.intra_legs_s(workload, size) for size in workload.bucket_nbytes]
+        sizes = list(zip(workload.bucket_nbytes, legs_s, strict=True))
+        # Groups of one link and size: their members, [groups, k], and their seconds, [b].
+        classes: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
+        for group in phase.groups:
+            classes[getattr(group, "link", "group"), len(group.members)].append(tuple(group.members))
+        self.groups = [
+            (np.array(members, dtype=np.intp), [leg_s + tau(link, k, size) for size, leg_s in sizes])
+            for (link, k), members in classes.items()
+        ]
+        # Nodes that exchange nothing with others still have their legs inside the node, if there are any.
+        idle = np.setdiff1d(np.arange(nodes), named)
+        if idle.size and any(legs_s):
+            self.groups.append((idle[:, None], [leg_s or -math.inf for leg_s in legs_s]))
+        # A node pays for its out-peers or its in-peers, whichever are more: seconds are [b, edge_nodes].
+        peers = np.maximum(*(np.bincount(ends, minlength=nodes) for ends in (self.sources, self.targets)))
+        self.edge_nodes = np.flatnonzero(peers)
+        peer_counts, place = np.unique(peers[self.edge_nodes], return_inverse=True)
+        edge_s = np.array([[leg_s + tau("edges", int(k), size) for k in peer_counts] for size, leg_s in sizes])
+        self.edge_s = edge_s[:, place]
 
     def exchange(self, bucket: int, free_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return when each node's exchange ends, if node i can start at ``free_s[i]``; -inf if it has none."""
@@ -247,68 +216,17 @@ class PhasePlan:
         return end_s
 
 
-def plan_phase(phase: Phase, cluster: Cluster, workload: Workload) -> PhasePlan:
-    """Return the arrays and times of ``phase``."""
-    sources = np.array([edge.source for edge in phase.edges], dtype=np.intp)
-    targets = np.array([edge.target for edge in phase.edges], dtype=np.intp)
-    in_groups = np.array([node for group in phase.groups for node in group.members], dtype=np.intp)
-    named = np.concatenate([in_groups, sources, targets])
-    unknown = named[(named < 0) | (named >= cluster.nodes)]
-    if unknown.size:
-        raise InvalidArgumentError(
-            f"a phase names node {unknown[0]}, but there are {cluster.nodes} nodes, numbered from 0."
-        )
-    counts = np.bincount(in_groups, minlength=cluster.nodes)
-    if counts.max() > 1:
-        raise InvalidArgumentError(
-            f"node {counts.argmax()} is in {counts.max()} groups of a phase, needed one or none."
-        )
-    tau = cluster.links.tau
-    legs_s = [cluster.intra_legs_s(workload, size) for size in workload.bucket_nbytes]
-    sizes = list(zip(workload.bucket_nbytes, legs_s, strict=True))
-    classes: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
-    for group in phase.groups:
-        classes[getattr(group, "link", "group"), len(group.members)].append(tuple(group.members))
-    groups = [
-        (np.array(members, dtype=np.intp), [leg_s + tau(link, k, size) for size, leg_s in sizes])
-        for (link, k), members in classes.items()
-    ]
-    # Nodes that exchange nothing with others still have their legs inside the node, if there are any.
-    idle = np.setdiff1d(np.arange(cluster.nodes), named)
-    if idle.size and any(legs_s):
-        groups.append((idle[:, None], [leg_s or -math.inf for leg_s in legs_s]))
-    # A node pays for its out-peers or its in-peers, whichever are more.
-    peers = np.maximum(*(np.bincount(ends, minlength=cluster.nodes) for ends in (sources, targets)))
-    edge_nodes = np.flatnonzero(peers)
-    peer_counts, place = np.unique(peers[edge_nodes], return_inverse=True)
-    edge_s = np.array([[leg_s + tau("edges", int(k), size) for k in peer_counts] for size, leg_s in sizes])
-    return PhasePlan(tuple(groups), sources, targets, edge_nodes, edge_s[:, place])
-
-
 # FlexDeMo
 
 
 def simulate_flexdemo(
-    cluster: Cluster,
-    workload: Workload,
-    compression: Compression,
-    *,
-    overlap: bool = True,
-    horizon: Horizon = HORIZON,
+    cluster: Cluster, workload: Workload, compression: Compression, *, overlap: bool = True, horizon: Horizon = HORIZON
 ) -> Timing:
     """Simulate FlexDeMo: encode, exchange payloads among all nodes, decode.
 
-    All nodes wait for all others, as in All-Reduce. Buckets are decoded after the backward pass, in the order in which
-    they arrive. The ranks of a node share encoding and decoding evenly.
-
-    Args:
-        cluster: nodes and links.
-        workload: buckets and compute times.
-        compression: sizes of payloads, and costs of encoding and decoding.
-        overlap: encode a bucket as soon as its gradients are there, and exchange it during the backward pass. If
-            False, all buckets are encoded after the backward pass, each exchanged while the next is encoded.
-        horizon: how many iterations are simulated.
-
+    All nodes wait for all others, as in All-Reduce. With ``overlap`` a bucket is encoded and exchanged as soon as its
+    gradients are there; else after the backward pass, each exchanged while the next is encoded. Buckets are decoded
+    after the backward pass, in the order in which they arrive. The ranks of a node share encoding and decoding evenly.
     """
     buckets = [_bucket_times(cluster, workload, compression, nbytes) for nbytes in workload.bucket_nbytes]
     ready_s, finished = np.zeros(cluster.nodes), []
@@ -345,10 +263,7 @@ def _bucket_times(
 
 
 def choose_algorithm(nodes: int, compression: Compression, nbytes: float) -> Algorithm:
-    """Return the inter-node algorithm in which a node sends the fewest bytes, as flexcomm's ``auto`` does.
-
-    The bytes of ``gather`` grow with the number of nodes; among many, ``two_phase`` or ``dense`` sends less.
-    """
+    """Return the inter-node algorithm in which a node sends the fewest bytes, as flexcomm's ``auto`` does."""
     algorithms: tuple[Algorithm, ...] = get_args(Algorithm)
     return min(algorithms, key=lambda algorithm: sent_nbytes(algorithm, nodes, compression, nbytes))
 
@@ -360,8 +275,7 @@ def sent_nbytes(algorithm: Algorithm, nodes: int, compression: Compression, nbyt
 
 def _collectives(algorithm: Algorithm, nodes: int, compression: Compression, nbytes: float) -> list[tuple[str, float]]:
     """Return link and bytes of each collective between nodes."""
-    payload = compression.payload_nbytes(nbytes)
-    averages = compression.averages_nbytes(nbytes, nodes)
+    payload, averages = compression.payload_nbytes(nbytes), compression.averages_nbytes(nbytes, nodes)
     return {
         "gather": [("gather", payload)],
         "two_phase": [("gather", payload / nodes), ("gather", averages / nodes)],
@@ -371,8 +285,6 @@ def _collectives(algorithm: Algorithm, nodes: int, compression: Compression, nby
 
 # Comparison with All-Reduce
 
-_LOWEST_BYTES_PER_S, _HIGHEST_BYTES_PER_S = 1e5, 1e11
-_POINTS_PER_DECADE = 3
 _BISECTIONS = 12
 
 
@@ -385,37 +297,26 @@ class BreakEven:
 
 
 def find_break_evens(
-    method_s: Callable[[float], float],
-    all_reduce_s: Callable[[float], float],
-    *,
-    speedup: float = 1.0,
+    method_s: Callable[[float], float], all_reduce_s: Callable[[float], float], *, speedup: float = 1.0
 ) -> tuple[BreakEven, ...]:
     """Return the rates, ascending, at which All-Reduce takes ``speedup`` times as long as a method.
 
-    Rates from 100 kB/s to 100 GB/s are searched; two of them within a third of a decade may be missed.
-
-    Args:
-        method_s: the method's seconds per iteration at a rate, in bytes per second between nodes.
-        all_reduce_s: All-Reduce's seconds per iteration at a rate.
-        speedup: the ratio of the two times that is searched for.
-
+    ``method_s`` and ``all_reduce_s`` give seconds per iteration at a rate, in bytes per second between nodes. Rates
+    from 100 kB/s to 100 GB/s are searched; two of them within a third of a decade may be missed.
     """
 
-    def is_faster(log_rate: float) -> bool:
-        rate = math.exp(log_rate)
+    def is_faster(rate: float) -> bool:
         return all_reduce_s(rate) > speedup * method_s(rate)
 
-    low, high = math.log(_LOWEST_BYTES_PER_S), math.log(_HIGHEST_BYTES_PER_S)
-    count = math.ceil((high - low) / math.log(10) * _POINTS_PER_DECADE)
-    grid = [low + (high - low) * number / count for number in range(count + 1)]
     found = []
-    for (low, faster), (high, faster_at_high) in pairwise([(log_rate, is_faster(log_rate)) for log_rate in grid]):
+    rates = np.geomspace(1e5, 1e11, 19).tolist()
+    for (low, faster), (high, faster_at_high) in pairwise([(rate, is_faster(rate)) for rate in rates]):
         if faster == faster_at_high:
             continue
         for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
+            middle = math.sqrt(low * high)
             low, high = (middle, high) if is_faster(middle) == faster else (low, middle)
-        found.append(BreakEven(math.exp((low + high) / 2), "below" if faster else "above"))
+        found.append(BreakEven(math.sqrt(low * high), "below" if faster else "above"))
     return tuple(found)
 
 
@@ -423,49 +324,33 @@ def find_break_evens(
 class SpeedupFactors:
     """The speedup of a schedule over All-Reduce as a product of three causes, each added to the ones before it.
 
-    Args:
-        overlap: All-Reduce's traffic, but with a whole iteration to arrive; no variation of compute times.
-        links: the schedule's traffic instead of All-Reduce's; no variation.
-        variation: the speedup with variation over the speedup without.
-
+    ``overlap``: All-Reduce's traffic has a whole iteration to arrive. ``links``: the schedule's traffic instead of
+    All-Reduce's. Both without variation of compute times; ``variation``: the speedup with it over that without.
     """
 
     overlap: float
     links: float
     variation: float
 
-    @property
-    def speedup(self) -> float:
-        """The product of the three factors."""
-        return self.overlap * self.links * self.variation
-
 
 def explain_speedup(
     cluster: Cluster,
     workload: Workload,
     schedule: Schedule,
-    *,
     all_reduce_workload: Workload | None = None,
+    *,
     updates: Updates = "backward",
     horizon: Horizon = HORIZON,
 ) -> SpeedupFactors:
     """Return how much overlap, cheaper exchanges and variation contribute to a schedule's speedup over All-Reduce.
 
-    Args:
-        cluster: nodes and links.
-        workload: buckets and compute times of decentralized training.
-        schedule: one of ``flexcomm.gossip`` for as many nodes.
-        all_reduce_workload: that of All-Reduce, if its buckets are of another size.
-        updates: see :func:`simulate_decentralized`.
-        horizon: how many iterations are simulated.
-
+    ``all_reduce_workload`` is that of All-Reduce, if its buckets are of another size.
     """
 
     def decentralized_s(load: Workload, which: Schedule) -> float:
         return simulate_decentralized(cluster, load, which, updates=updates, horizon=horizon).iteration_s
 
-    reduced = all_reduce_workload or workload
-    steady = workload.steady()
+    reduced, steady = all_reduce_workload or workload, workload.steady()
     steady_all_reduce_s = simulate_all_reduce(cluster, reduced.steady(), horizon).iteration_s
     overlapped_s = decentralized_s(steady, AllReduceSchedule(cluster.nodes))
     steady_s = decentralized_s(steady, schedule)

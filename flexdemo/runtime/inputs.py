@@ -1,16 +1,15 @@
 """The inputs of a simulation: links with the times of their exchanges, cluster, workload, costs of compression.
 
-``tau(link, k, nbytes)`` is the time of an exchange. ``nbytes`` is what a *node* holds of a bucket; where a node has
-several ranks, each carries its share of these bytes at the same time, through the node's one network card. ``link`` is
-the type of exchange, one of ``LINKS``; docs/runtime-model.md describes each.
+Bytes are those of a *node*, whose ranks share them and the node's one network card. docs/runtime-model.md describes
+each type of exchange, one of ``LINKS``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
+from statistics import fmean
 from typing import Protocol
 
 import numpy as np
@@ -66,12 +65,8 @@ def _check_link(link: str) -> None:
 class AlphaBeta:
     """The alpha-beta model: ``rounds * latency_s + crossings * nbytes / bytes_per_s``.
 
-    Args:
-        bytes_per_s: rate of a node's network card in one direction, while it carries as much in the other.
-        latency_s: latency of a message between nodes.
-        intra_bytes_per_s: the rate inside a node; infinite by default.
-        intra_latency_s: the latency inside a node.
-
+    ``bytes_per_s`` is the rate of a node's network card in one direction, while it carries as much in the other. Rate
+    and latency inside a node begin with ``intra_``.
     """
 
     bytes_per_s: float
@@ -99,14 +94,9 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Measured seconds of one type of exchange.
+    """Measured seconds of one type of exchange, for each of ``nbytes``, ascending.
 
-    Args:
-        link: type of exchange, one of ``LINKS``.
-        k: number of nodes that took part; for ``intra`` the ranks of a node, for ``edges`` the peers of a node.
-        nbytes: the sizes that were measured, ascending, each that of a node.
-        seconds: the time of each size.
-
+    ``k`` is the number of nodes that took part, for ``intra`` the ranks of a node, for ``edges`` the peers of a node.
     """
 
     link: str
@@ -117,15 +107,11 @@ class LinkTable:
     def __post_init__(self) -> None:
         _check_link(self.link)
         check_range(1, k=self.k)
-        table = f"the table of {self.link} among {self.k}"
-        if not self.nbytes or len(self.nbytes) != len(self.seconds):
-            raise InvalidArgumentError(
-                f"{table} has {len(self.nbytes)} sizes and {len(self.seconds)} times, needed as many, and at least one."
-            )
+        table, sizes, times = f"the table of {self.link} among {self.k}", len(self.nbytes), len(self.seconds)
+        if not 0 < sizes == times:
+            raise InvalidArgumentError(f"{table} has {sizes} sizes and {times} times, needed as many, at least one.")
         if list(self.nbytes) != sorted(set(self.nbytes)) or self.nbytes[0] < 1:
-            raise InvalidArgumentError(
-                f"{table} has sizes {self.nbytes}, needed whole numbers of bytes in ascending order."
-            )
+            raise InvalidArgumentError(f"{table} has sizes {self.nbytes}, needed bytes from 1 in ascending order.")
         for seconds in self.seconds:
             if not 0 < seconds < math.inf:
                 raise InvalidArgumentError(f"{table} says {seconds} s, needed more than 0.")
@@ -144,18 +130,11 @@ class LinkTable:
 
 
 def fit_alpha_beta(tables: tuple[LinkTable, ...]) -> AlphaBeta:
-    """Return the alpha-beta model with the least squared relative error over ``tables``.
-
-    It extrapolates measured times to other numbers of nodes and other rates; it never replaces a measured time.
-
-    """
+    """Return the alpha-beta model with the least squared relative error over ``tables``."""
     inter = [table for table in tables if table.link != "intra" and table.k > 1]
     intra = [table for table in tables if table.link == "intra" and table.k > 1]
     if not inter:
-        raise InvalidArgumentError(
-            "no table measures anything between nodes: needed one of group, edges, all-reduce or gather "
-            "with k of 2 or more. Measure on at least two nodes."
-        )
+        raise InvalidArgumentError("no table is of two nodes or more, needed one. Measure on at least two nodes.")
     latency_s, bytes_per_s = _fit(inter)
     intra_latency_s, intra_bytes_per_s = _fit(intra) if intra else (0.0, math.inf)
     return AlphaBeta(bytes_per_s, latency_s, intra_bytes_per_s, intra_latency_s)
@@ -163,20 +142,21 @@ def fit_alpha_beta(tables: tuple[LinkTable, ...]) -> AlphaBeta:
 
 def _fit(tables: list[LinkTable]) -> tuple[float, float]:
     """Return latency and rate by least squares of relative errors; a negative latency counts as zero."""
-    points = [
-        (rounds(table.link, table.k) / seconds, crossings(table.link, table.k) * size / seconds)
-        for table in tables
-        for size, seconds in zip(table.nbytes, table.seconds, strict=True)
-    ]
-    # The normal equations of a * latency_s + b * s_per_byte = 1.
-    aa, ab, bb = sum(a * a for a, _ in points), sum(a * b for a, b in points), sum(b * b for _, b in points)
-    a1, b1 = sum(a for a, _ in points), sum(b for _, b in points)
-    determinant = aa * bb - ab * ab
-    if determinant > 1e-12 * aa * bb:
-        latency_s, s_per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
-        if latency_s >= 0 and s_per_byte > 0:
-            return latency_s, 1 / s_per_byte
-    return 0.0, bb / b1
+    points = np.array(
+        [
+            (rounds(table.link, table.k) / seconds, crossings(table.link, table.k) * size / seconds)
+            for table in tables
+            for size, seconds in zip(table.nbytes, table.seconds, strict=True)
+        ]
+    )
+    # Columns of one length, so that the rank does not depend on their units.
+    lengths = np.linalg.norm(points, axis=0)
+    solution, _, rank, _ = np.linalg.lstsq(points / lengths, np.ones(len(points)), rcond=1e-6)
+    latency_s, s_per_byte = (solution / lengths).tolist()
+    if rank > 1 and latency_s >= 0 and s_per_byte > 0:
+        return latency_s, 1 / s_per_byte
+    per_byte = points[:, 1]
+    return 0.0, float(per_byte @ per_byte / per_byte.sum())
 
 
 @dataclass(frozen=True)
@@ -185,12 +165,8 @@ class MeasuredLinks:
 
     An exchange that was not measured takes the time of the table most like it, multiplied by the ratio of the two
     formulas. At another rate that ratio applies, on a slower network, only to the part of a time that the formula
-    explains: the rest is work of the hosts, which does not depend on the network.
-
-    Args:
-        tables: what was measured; at least one table must be of an exchange between nodes.
-        requested: the alpha-beta model at another rate than the measured one; set by :meth:`at_bandwidth`.
-
+    explains: the rest is work of the hosts, which does not depend on the network. :meth:`at_bandwidth` sets
+    ``requested``, the model at another rate.
     """
 
     tables: tuple[LinkTable, ...]
@@ -211,7 +187,6 @@ class MeasuredLinks:
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
         """Return the seconds of one exchange; see :class:`Links`."""
-        _check_link(link)
         formula_s = self.fitted.tau(link, k, nbytes)
         table = self._nearest(link, k)
         if table is None or formula_s == 0.0:
@@ -246,14 +221,7 @@ def _pattern(link: str, k: int) -> int:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of equal nodes.
-
-    Args:
-        nodes: number of nodes.
-        links: times of exchanges, such as ``AlphaBeta(bytes_per_s=1.25e9, latency_s=50e-6)``.
-        ranks_per_node: ranks on each node; they share the node's network card and its work.
-
-    """
+    """A cluster of equal nodes, whose ranks share the node's network card and its work."""
 
     nodes: int
     links: Links
@@ -285,21 +253,10 @@ class Straggler:
 class Workload:
     """One training iteration of a node, bucket by bucket, in the order in which the backward pass completes them.
 
-    ``plan_workload`` makes one of equal buckets.
-
-    Args:
-        bucket_nbytes: a node's bytes of each bucket.
-        forward_s: seconds of the forward pass.
-        backward_s: seconds of the backward pass for each bucket.
-        optimizer_s: seconds of the optimizer for each bucket, mixing included.
-        sigma: standard deviation of a node's compute time from iteration to iteration, relative to its mean.
-        slowness: each node's factor on its compute time; empty if all nodes are equally fast.
-        straggler: occasional delays of single nodes.
-        sharded: FSDP reduces inside a node, and its time is part of ``backward_s``. If False, every rank holds the
-            whole model, so that every exchange has intra-node legs.
-
-    ``sigma``, ``slowness`` and ``straggler`` apply to the forward and the backward pass, not to the optimizer.
-
+    ``plan_workload`` makes one of equal buckets; ``optimizer_s`` includes mixing. Three things apply to the forward and
+    the backward pass: ``sigma``, the standard deviation of a node's time from iteration to iteration, relative to its
+    mean; ``slowness``, each node's factor, empty if all are equally fast; and the ``straggler``. A model is ``sharded``
+    if FSDP reduces inside a node, which is part of ``backward_s``; else every exchange has intra-node legs.
     """
 
     bucket_nbytes: tuple[int, ...]
@@ -314,10 +271,8 @@ class Workload:
     def __post_init__(self) -> None:
         buckets, backwards, steps = len(self.bucket_nbytes), len(self.backward_s), len(self.optimizer_s)
         if not 0 < buckets == backwards == steps:
-            raise InvalidArgumentError(
-                f"got {buckets} buckets, {backwards} backward times and {steps} optimizer times, needed as many of "
-                f"each, and at least one."
-            )
+            got = f"{buckets} buckets, {backwards} backward times and {steps} optimizer times"
+            raise InvalidArgumentError(f"got {got}, needed as many of each, at least one.")
         check_range(0.0, forward_s=self.forward_s, sigma=self.sigma, bucket_nbytes=self.bucket_nbytes)
         check_range(0.0, backward_s=self.backward_s, optimizer_s=self.optimizer_s, slowness=self.slowness)
 
@@ -333,8 +288,7 @@ class Workload:
 
     def steady(self) -> Workload:
         """Return the same workload without variation: every node takes the mean time in every iteration."""
-        mean = sum(self.slowness) / len(self.slowness) if self.slowness else 1.0
-        mean *= 1 + self.straggler.probability * self.straggler.slowdown
+        mean = fmean(self.slowness or (1.0,)) * (1 + self.straggler.probability * self.straggler.slowdown)
         backward_s = tuple(mean * one for one in self.backward_s)
         steady = replace(self, forward_s=self.forward_s * mean, backward_s=backward_s)
         return replace(steady, sigma=0.0, slowness=(), straggler=Straggler())
@@ -346,21 +300,11 @@ class Workload:
         """
         slowness = self.slowness or (1.0,) * nodes
         if len(slowness) != nodes:
-            raise InvalidArgumentError(
-                f"got {len(slowness)} factors of slowness for {nodes} nodes, needed one for each, or none."
-            )
-        return _draw(slowness, self.sigma, self.straggler, iteration, seed).copy()
-
-
-@lru_cache(maxsize=4096)  # A fit simulates the same iterations hundreds of times.
-def _draw(
-    slowness: tuple[float, ...], sigma: float, straggler: Straggler, iteration: int, seed: int
-) -> NDArray[np.float64]:
-    generator = np.random.default_rng((seed, iteration))
-    # A normal draw of many sigma could be negative; time cannot.
-    factors = np.array(slowness, np.float64) * np.maximum(1 + sigma * generator.standard_normal(len(slowness)), 0.0)
-    hit = generator.random(len(slowness)) < straggler.probability
-    return factors * (1 + straggler.slowdown * hit)
+            raise InvalidArgumentError(f"got {len(slowness)} factors of slowness for {nodes} nodes, needed {nodes}.")
+        generator = np.random.default_rng((seed, iteration))
+        # A normal draw of many sigma could be negative; time cannot.
+        factors = np.maximum(1 + self.sigma * generator.standard_normal(nodes), 0.0) * slowness
+        return factors * (1 + self.straggler.slowdown * (generator.random(nodes) < self.straggler.probability))
 
 
 def plan_workload(
@@ -377,17 +321,8 @@ def plan_workload(
 ) -> Workload:
     """Return the workload of a model in equal buckets, with the compute times spread evenly over them.
 
-    Args:
-        nbytes: bytes of the model that the ranks of a node exchange together, such as 4 per fp32 parameter.
-        bucket_nbytes: the largest size of a bucket: 25 MiB in DDP, ``flexcomm.sync.BUCKET_BYTES`` in flexdemo.
-        forward_s: seconds of the forward pass.
-        backward_s: seconds of the backward pass.
-        optimizer_s: seconds of the optimizer, mixing included.
-        sigma: see :class:`Workload`, as for the other arguments.
-        slowness: each node's factor on its compute time.
-        straggler: occasional delays of single nodes.
-        sharded: the model is sharded inside a node by FSDP.
-
+    ``nbytes`` are those that the ranks of a node exchange together, such as 4 per fp32 parameter, in buckets of at most
+    ``bucket_nbytes``: 25 MiB in DDP, ``flexcomm.BUCKET_BYTES`` in flexdemo. For the others see :class:`Workload`.
     """
     check_range(1, nbytes=nbytes, bucket_nbytes=bucket_nbytes)
     count = math.ceil(nbytes / bucket_nbytes)
@@ -401,16 +336,8 @@ def plan_workload(
 class Compression:
     """Sizes and costs of ``flexcomm.demo(k, chunk)``. Every node sends ``k`` of each ``chunk * chunk`` coefficients.
 
-    Args:
-        k: coefficients sent of each chunk.
-        chunk: side of a chunk.
-        bits_per_coefficient: bits of a sent coefficient, with its index and its share of the headers.
-        encode_s_per_element: seconds to encode, per element of a rank's shard.
-        decode_s_per_element: seconds to decode, per element of a rank's shard.
-        decode_s_per_coefficient: seconds to decode, per coefficient received from any node.
-        averaged_bits_per_coefficient: bits of an averaged coefficient in the second phase of ``two_phase``.
-        element_nbytes: bytes of an element of the model.
-
+    ``bits_per_coefficient`` includes the index and a share of the headers; averaged coefficients are those of the
+    second phase of ``two_phase``. Costs are per element of a rank's shard, and per coefficient received from any node.
     """
 
     k: int = 32
