@@ -139,7 +139,13 @@ class NodeOptimizer(Optimizer, ABC):
         if self._find_trainable() != self._trainable:
             self._refresh()
         try:
-            averages = self._average_gradients()
+            try:
+                self._check_scaler()
+                self._ready.launch_rest()
+            except BaseException:
+                self._cancel()
+                raise
+            averages = self._sync.finish()
             if averages is not None:
                 self._apply(averages)
         except FlexcommError as error:
@@ -150,19 +156,12 @@ class NodeOptimizer(Optimizer, ABC):
         self._finish_step()
         return loss
 
-    def _average_gradients(self) -> Averages | None:
-        """Return the averages of what all nodes sent of their gradients; None if all ranks skip the step."""
-        try:
-            if self._overlap and getattr(self, "grad_scale", None) is not None:
-                raise InvalidArgumentError(
-                    "GradScaler unscales gradients after the backward pass, but overlap=True sends them before: use "
-                    "overlap=False, or bfloat16, which needs no scaler."
-                )
-            self._ready.launch_rest()
-        except BaseException:
-            self._cancel()
-            raise
-        return self._sync.finish()
+    def _check_scaler(self) -> None:
+        if self._overlap and getattr(self, "grad_scale", None) is not None:
+            raise InvalidArgumentError(
+                "GradScaler unscales gradients after the backward pass, but overlap=True sends them before: use "
+                "overlap=False, or bfloat16, which needs no scaler."
+            )
 
     def _start_bucket(self, bucket: Bucket) -> None:
         group, settings = self.param_groups[bucket.group], self._local_settings
