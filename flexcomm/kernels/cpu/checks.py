@@ -17,7 +17,8 @@ def checksum(words: FullWords) -> Int:
     """Return the sum of all words but the checksum, each hashed with its place: it adds up in any order."""
     total = np.uint32(0)
     for i in range(words.size):
-        value = mix32(words[i] ^ np.uint32(np.uint32(i) * np.uint32(0x9E3779B9)))
+        # A function of 32 bits that is given 64 does not fit into vectors.
+        value = mix32(np.uint32(words[i] ^ np.uint32(np.uint32(i) * np.uint32(0x9E3779B9))))
         total = np.uint32(total + (np.uint32(0) if i == CHECKSUM_WORD else value))
     return total
 

@@ -138,7 +138,7 @@ def put_fp16(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> No
     halves = halves_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 16) >> 3))
     for entry in range(count):
         word = to_bits(taken[entry])
-        half = ((word >> 16) & 0x8000) | min(fp16_bits(word & _MAGNITUDE), _LARGEST_FP16)
+        half = ((word >> 16) & 0x8000) | min(np.int64(fp16_bits(np.uint32(word & _MAGNITUDE))), _LARGEST_FP16)
         halves[entry] = half
         taken[entry] = rest_of(taken[entry], fp16_value(half), share)
 
