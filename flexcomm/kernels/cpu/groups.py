@@ -185,5 +185,5 @@ def _scratch_sizes(plan: TensorPlan, chunks: int, bins: int) -> ScratchSizes:
         )
         work = max(down * plan.chunk_cols, along * max(plan.chunk_rows, many))
         tiles = max(tiles, 2 * many * numel + work)
-    memory = max(2 * numel + 4 * WINDOW, 3 * LENGTH * LENGTH)
+    memory = max(2 * many * numel + 4 * WINDOW, 3 * LENGTH * LENGTH)
     return ScratchSizes(chunks * numel, tiles, chunks * bins, memory, chunks * min(plan.k, numel))

@@ -41,6 +41,9 @@ def put_indices(row: Longs, job: Longs) -> Int:
         if code == _PACKED:
             put_numbers(words, position, row[t.ENTRY_BITS], own, count)
             continue
+        if code == _ELIAS_FANO and count * (low_bits + 1) + row[t.CHUNK_BITS] <= _WINDOW_BITS:
+            put_short(words, position, low_bits, own, count)
+            continue
         # Of a bitmap, there are no low bits, and bits do not move with the entries before them.
         put_numbers(words, position, low_bits, own, count)
         position, step = position + count * low_bits, np.int64(code == _ELIAS_FANO)
@@ -48,6 +51,34 @@ def put_indices(row: Longs, job: Longs) -> Int:
             bit = position + (own[entry] >> low_bits) + step * entry
             words[bit >> 5] |= np.uint32(_ONE << np.uint64(bit & 31))
     return 0
+
+
+@compiled
+def put_short(words: FullWords, position: Int, low_bits: Int, own: Ints, count: Int) -> None:
+    """Write the Elias-Fano code of picks that fit a window."""
+    window, mask, high, width = np.uint64(0), np.uint64((1 << low_bits) - 1), count * low_bits, 0
+    for entry in range(count):
+        width = high + (own[entry] >> low_bits) + entry + 1
+        window |= (np.uint64(own[entry]) & mask) << np.uint64(entry * low_bits)
+        window |= _ONE << np.uint64(width - 1)
+    if count:
+        put_window(words, position, window, width)
+
+
+@compiled
+def get_short(words: FullWords, position: Int, row: Longs, picks: Ints, count: Int) -> Int:
+    """Fill ``picks`` from an Elias-Fano code that fits a window; return whether they increase and stay inside."""
+    low_bits, numel = row[t.LOW_BITS], row[t.NUMEL]
+    lows = get_window(words, position, count * (low_bits + 1) + ((numel - 1) >> low_bits))
+    bits, mask, last = lows >> np.uint64(count * low_bits), np.uint64((1 << low_bits) - 1), -1
+    wrong: Int = np.int64(count_bits(bits)) != count
+    for entry in range(count):
+        pick = ((np.int64(lowest_bit(bits)) - entry) << low_bits) | np.int64(lows & mask)
+        wrong |= pick <= last
+        picks[entry], last = pick, pick
+        bits &= bits - _ONE
+        lows >>= np.uint64(low_bits)
+    return not wrong and last < numel
 
 
 @compiled
@@ -90,6 +121,8 @@ def add_numbers(words: FullWords, position: Int, width: Int, picks: Ints, count:
 def get_indices(words: FullWords, position: Int, row: Longs, picks: Ints, count: Int) -> Int:
     """Fill ``picks`` with the indices of a chunk; return whether they increase and stay inside of it."""
     found, low_bits, numel = count, row[t.LOW_BITS], row[t.NUMEL]
+    if row[t.CODE] == _ELIAS_FANO and 0 < count * (low_bits + 1) + ((numel - 1) >> low_bits) <= _WINDOW_BITS:
+        return get_short(words, position, row, picks, count)
     if row[t.CODE] == _PACKED:
         for entry in range(count):
             picks[entry] = 0

@@ -182,7 +182,7 @@ class CpuEncoder:
         """Fill in the tables and the job; return the tensors that they point to."""
         keys = self._plan.sample_keys(step) if self._plan.has_keys else []
         inputs = [x if x.dtype is torch.float32 and x.is_contiguous() else _as_floats(x) for x in tensors]
-        self._job[[t.DECAY, t.SHARE]] = _bits(update.decay, 1.0 - update.alpha)
+        self._job[[t.DECAY, t.STAYS]] = _bits(update.decay, 1.0 - update.alpha)
         for group in self._groups:
             group.set_inputs(inputs, update.gain, keys)
             group.set_last_pass(codelets.dct_rows if states is None else codelets.dct_rows_and_state)
@@ -225,7 +225,7 @@ class CpuEncoder:
             job = _scratch.get(group.sizes).start(self._job)
             self._use_counts(group, job)
             job[[t.SENT, t.SENT_PITCH, t.LIMIT]] = job[t.COEFS], group.sizes.entries, _NO_LIMIT
-            job[[t.DECAY, t.SHARE]] = _bits(1.0 / update.decay, update.alpha)
+            job[[t.DECAY, t.STAYS]] = _bits(1.0 / update.decay, update.alpha)
             sent = (*_read_loops(group), transform.add_sent) if is_sent else ()
             t.run_loops(group.table, blocks, job, _addresses((*sent, group.accumulate)))
 

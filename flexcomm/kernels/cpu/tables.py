@@ -31,20 +31,20 @@ transform, for columns (DOWN) and rows (ALONG).
 
 JOB_NUMBERS = 35
 (
-    FIRST, LAST, FAILED, LIMIT, DECAY, SHARE, WORDS, NWORDS,
+    FIRST, LAST, FAILED, LIMIT, DECAY, STAYS, WORDS, NWORDS,
     SENDERS, STARTS, ROW_PITCH, COUNTED, DIVISOR, EPILOGUE, LR, KEEP,
     COEFS, TILES, TOPS, MEMORY, PICKS, PICK_PITCH, IS_BLOCK, SENT, SENT_PITCH,
     BEFORE, BEFORE_PITCH, BOUND, COUNTS, SOURCE, TARGET, PITCH, STATE_AT, MAXIMA, AHEAD,
 ) = range(JOB_NUMBERS)  # fmt: skip
 """What a loop is told beside a tensor.
 
-Chunks FIRST to LAST, and where a loop that found a problem stopped (FAILED); bits of the float32 DECAY, of the SHARE
-of what is sent that stays in the state, and of LIMIT, which elements must not reach; the buffers (WORDS), and of each
-of the SENDERS where its own begins (STARTS) and its row of the table (ROW_PITCH, 0 if all have the same); whether
-contributors are COUNTED, else the DIVISOR of sums; the epilogue, and the bits of its LR and KEEP. The rest are
-addresses, pitches and lengths: COEFS of a block whose tensor has no state, scratch (TILES, TOPS, MEMORY), PICKS and
-SENT values by sender, of the block alone if IS_BLOCK, how many entries are BEFORE each chunk, COUNTS of what
-reaches a BOUND; from SOURCE on, the arguments of a codelet.
+Chunks FIRST to LAST, and where a loop that found a problem stopped (FAILED); bits of the float32 DECAY, of what STAYS
+of what is sent, and of LIMIT, which elements must not reach; the buffers (WORDS), and of each of the SENDERS where its
+own begins (STARTS) and its row of the table (ROW_PITCH, 0 if all have the same); whether contributors are COUNTED, else
+the DIVISOR of sums; the epilogue, and the bits of its LR and KEEP. The rest are addresses, pitches and lengths: COEFS
+of a block whose tensor has no state, scratch (TILES, TOPS, MEMORY), PICKS and SENT values by sender, of the block alone
+if IS_BLOCK, how many entries are BEFORE each chunk, COUNTS of what reaches a BOUND; from SOURCE on, the arguments of a
+codelet.
 """
 
 

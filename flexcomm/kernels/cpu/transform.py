@@ -259,46 +259,46 @@ def side_by_side(row: Longs) -> Int:
 
 @cached_kernel
 def add_sent(row: Longs, job: Longs) -> Int:
-    """Add the SHARE of what the only sender sent of chunks to their states."""
-    share = float_of(job[t.SHARE])
+    """Add so much of what the only sender sent of chunks to their states as STAYS says."""
+    stays = float_of(job[t.STAYS])
     for at in range(job[t.FIRST], job[t.LAST]):
         coefs, values, count = floats_at(coefs_at(row, job, at)), sent_of(row, job, 0, at), entries_in(row, job, 0, at)
         picks = picks_of(row, job, 0, at)
         for entry in range(count):
-            coefs[entry if row[t.EVERYTHING] else picks[entry]] += share * values[entry]
+            coefs[entry if row[t.EVERYTHING] else picks[entry]] += stays * values[entry]
     return 0
 
 
 @compiled
-def add_chunk(row: Longs, job: Longs, chunk: Int, into: Int, marks: Int, list_at: Int) -> Int:
-    """Add what all senders sent of a chunk to what is ``into``, which is zero, in their order, and divide.
+def add_chunks(row: Longs, job: Longs, chunk: Int, many: Int, into: Int, marks: Int, list_at: Int) -> Int:
+    """Add what all senders sent of some chunks to what is ``into``, which is zero, in their order, and divide.
 
     Returns how many coefficients are listed; none, if everything was sent. ``marks`` are zero before and after.
     """
-    places, divisor = 0, np.float32(job[t.DIVISOR])
+    places, numel = 0, row[t.NUMEL]
     total, given, touched = floats_at(into), ints_at(marks), ints_at(list_at)
     for sender in range(job[t.SENDERS]):
-        values, count = sent_of(row, job, sender, chunk), entries_in(row, job, sender, chunk)
+        values, picks, entry = sent_of(row, job, sender, chunk), picks_of(row, job, sender, chunk), 0
         if row[t.EVERYTHING]:
-            for i in range(count):
+            for i in range(many * numel):
                 total[i] += values[i]
             continue
-        picks = picks_of(row, job, sender, chunk)
-        for entry in range(count):
-            at = picks[entry]
-            total[at] += values[entry]
-            touched[places] = at
-            places += given[at] == 0
-            given[at] += 1
-    if row[t.EVERYTHING] and divisor != _ONE:
-        for i in range(row[t.NUMEL]):
-            total[i] = total[i] / divisor
+        for number in range(many):
+            end = entry + entries_in(row, job, sender, chunk + number)
+            while entry < end:
+                at = number * numel + picks[entry]
+                total[at] += values[entry]
+                touched[places] = at
+                places += given[at] == 0
+                given[at] += 1
+                entry += 1
+    if row[t.EVERYTHING] and job[t.DIVISOR] != 1:
+        for i in range(many * numel):
+            total[i] = total[i] / np.float32(job[t.DIVISOR])
     for place in range(places):
         at = touched[place]
-        if job[t.COUNTED]:
-            total[at] = total[at] / np.float32(given[at])
-        elif divisor != _ONE:
-            total[at] = total[at] / divisor
+        # By one does not change a bit.
+        total[at] = total[at] / np.float32(given[at] if job[t.COUNTED] else job[t.DIVISOR])
         given[at] = 0
     return places
 
@@ -362,7 +362,7 @@ def decode_square(row: Longs, job: Longs) -> Int:
     for column in range(LENGTH):
         slots[column] = column if everything else -1
     for at in range(job[t.FIRST], job[t.LAST]):
-        count = add_chunk(row, job, at, total, marks, touched)
+        count = add_chunks(row, job, at, 1, total, marks, touched)
         used = LENGTH
         if not everything:
             used = sort_columns(floats_at(total), ints_at(touched), count, floats_at(columns), slots)
@@ -415,14 +415,13 @@ def forget_columns(touched: Ints, count: Int, columns: Floats, slots: Longs, tur
 @cached_kernel
 def decode_flat(row: Longs, job: Longs) -> Int:
     """Finish rows of 64."""
-    tile, marks, touched = job[t.TILES], job[t.MEMORY], job[t.MEMORY] + 4 * LENGTH
-    clear(marks, LENGTH)
+    tile, marks, touched = job[t.TILES], job[t.MEMORY], job[t.MEMORY] + 4 * LANES * LENGTH
+    clear(marks, LANES * LENGTH)
     job[t.SOURCE], job[t.TARGET] = tile, tile
     for at in range(job[t.FIRST], job[t.LAST], LANES):
         clear(tile, LANES * LENGTH)
         many = min(LANES, job[t.LAST] - at)
-        for i in range(many):
-            add_chunk(row, job, at + i, tile + 4 * i * LENGTH, marks, touched)
+        add_chunks(row, job, at, many, tile, marks, touched)
         call_loop(row[t.FIRST_PASS], row, job)
         finish(job, row[t.X] + 4 * at * LENGTH, tile, min(many * LENGTH, row[t.COLS] - at * LENGTH))
     return 0
@@ -467,7 +466,7 @@ def decode_plain(row: Longs, job: Longs) -> Int:
     clear(marks, numel)
     for at in range(job[t.FIRST], job[t.LAST]):
         target, inside = row[t.X] + 4 * at * numel, min(numel, row[t.COLS] - at * numel)
-        count, chunk = add_chunk(row, job, at, tile, marks, list_at), floats_at(target)
+        count, chunk = add_chunks(row, job, at, 1, tile, marks, list_at), floats_at(target)
         if not touches_few:
             finish(job, target, tile, inside)
             clear(tile, numel)
@@ -487,13 +486,12 @@ def decode_any(row: Longs, job: Longs) -> Int:
     height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], side_by_side(row)
     room = many * numel
     tile, turned, work = job[t.TILES], job[t.TILES] + 4 * room, job[t.TILES] + 8 * room
-    marks, touched, averages = job[t.MEMORY], job[t.MEMORY] + 4 * numel, floats_at(tile)
-    clear(marks, numel)
+    marks, touched, averages = job[t.MEMORY], job[t.MEMORY] + 4 * room, floats_at(tile)
+    clear(marks, room)
     for at in range(job[t.FIRST], job[t.LAST], many):
         clear(tile, room)
         many_here = min(many, job[t.LAST] - at)
-        for i in range(many_here):
-            add_chunk(row, job, at + i, tile + 4 * i * numel, marks, touched)
+        add_chunks(row, job, at, many_here, tile, marks, touched)
         if height == 1:
             transpose(tile, many, width, turned)
             transform(turned, width, many, tile, 1, width, row, t.ALONG, work)

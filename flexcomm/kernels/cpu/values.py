@@ -35,10 +35,10 @@ _SIGN2_AT_ONCE = 21
 
 
 @compiled
-def rest_of(picked: Float, sent: Float, share: Float) -> Float:
-    """Return what stays of a coefficient: what was not sent of it, and a share of what was."""
+def rest_of(picked: Float, sent: Float, stays: Float) -> Float:
+    """Return what is left of a coefficient: what was not sent of it, and so much of what was."""
     unsent = picked - sent
-    return unsent if share == _ZERO else unsent + share * (picked - unsent)
+    return unsent if stays == _ZERO else unsent + stays * (picked - unsent)
 
 
 @compiled
@@ -103,9 +103,12 @@ def put_chunks(row: Longs, job: Longs, put: Callable[..., None]) -> Int:
 @compiled
 def get_chunks(row: Longs, job: Longs, get: Callable[..., None]) -> Int:
     """Fill in the values that all senders sent of chunks, by a code."""
+    # Where nothing is between them, chunks are read like one.
+    many = job[t.LAST] - job[t.FIRST] if row[t.SCALES] == row[t.VALUES] and row[t.VALUE_PADDING] == 0 else 1
     for sender in range(job[t.SENDERS]):
-        for at in range(job[t.FIRST], job[t.LAST]):
-            get(row, job, sender, at, sent_of(row, job, sender, at), entries_in(row, job, sender, at))
+        for at in range(job[t.FIRST], job[t.LAST], max(many, 1)):
+            count = entries_before(row, job, sender, at + many) - entries_before(row, job, sender, at)
+            get(row, job, sender, at, sent_of(row, job, sender, at), count)
     return 0
 
 
@@ -114,33 +117,33 @@ def get_chunks(row: Longs, job: Longs, get: Callable[..., None]) -> Int:
 
 @compiled
 def put_fp32(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
-    taken, share = floats_at(address), float_of(job[t.SHARE])
+    taken, stays = floats_at(address), float_of(job[t.STAYS])
     sent = floats_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 32) >> 3))
     for entry in range(count):
         sent[entry] = taken[entry]
-        taken[entry] = rest_of(taken[entry], taken[entry], share)
+        taken[entry] = rest_of(taken[entry], taken[entry], stays)
 
 
 @compiled
 def put_bf16(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
-    taken, share = floats_at(address), float_of(job[t.SHARE])
+    taken, stays = floats_at(address), float_of(job[t.STAYS])
     halves = halves_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 16) >> 3))
     for entry in range(count):
         word = to_bits(taken[entry])
         half = ((word >> 16) & 0x8000) | saturated_bf16(word & _MAGNITUDE)
         halves[entry] = half
-        taken[entry] = rest_of(taken[entry], from_bits(half << 16), share)
+        taken[entry] = rest_of(taken[entry], from_bits(half << 16), stays)
 
 
 @compiled
 def put_fp16(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
-    taken, share = floats_at(address), float_of(job[t.SHARE])
+    taken, stays = floats_at(address), float_of(job[t.STAYS])
     halves = halves_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 16) >> 3))
     for entry in range(count):
         word = to_bits(taken[entry])
         half = ((word >> 16) & 0x8000) | min(np.int64(fp16_bits(np.uint32(word & _MAGNITUDE))), _LARGEST_FP16)
         halves[entry] = half
-        taken[entry] = rest_of(taken[entry], fp16_value(half), share)
+        taken[entry] = rest_of(taken[entry], fp16_value(half), stays)
 
 
 @compiled
@@ -181,7 +184,7 @@ def scale_at(address: Int) -> Float:
 
 @compiled
 def put_int8(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
-    taken, share, largest = floats_at(address), float_of(job[t.SHARE]), _ZERO
+    taken, stays, largest = floats_at(address), float_of(job[t.STAYS]), _ZERO
     levels = bytes_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 8) >> 3))
     for entry in range(count):
         largest = max(largest, abs(taken[entry]))
@@ -189,12 +192,12 @@ def put_int8(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> No
     for entry in range(count):
         level = np.int8(np.rint(taken[entry] / scale)) if scale != _ZERO else np.int8(0)
         levels[entry] = level
-        taken[entry] = rest_of(taken[entry], np.float32(level) * scale, share)
+        taken[entry] = rest_of(taken[entry], np.float32(level) * scale, stays)
 
 
 @compiled
 def put_sign(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
-    words, position, share = words_at(job[t.WORDS]), values_at(row, job, 0, chunk, 1), float_of(job[t.SHARE])
+    words, position, stays = words_at(job[t.WORDS]), values_at(row, job, 0, chunk, 1), float_of(job[t.STAYS])
     taken, bits = floats_at(address), words_at(address)
     mean = sum_magnitudes(taken, count, floats_at(job[t.MEMORY])) / np.float32(max(count, 1))
     scale = put_scale(scales_at(row, job, 0, chunk, 1), saturated_bf16(to_bits(mean)))
@@ -205,7 +208,7 @@ def put_sign(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> No
         put_window(words, position + begin, np.uint64(signs), width)
     for entry in range(count):
         sent = -scale if bits[entry] >> np.uint32(31) else scale
-        taken[entry] = rest_of(taken[entry], sent, share)
+        taken[entry] = rest_of(taken[entry], sent, stays)
 
 
 @compiled
@@ -213,7 +216,7 @@ def put_sign2(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> N
     if count == 0:
         return
     words, position = words_at(job[t.WORDS]), values_at(row, job, 0, chunk, _SIGN2_BITS)
-    taken, share, scales = floats_at(address), float_of(job[t.SHARE]), scales_at(row, job, 0, chunk, 2)
+    taken, stays, scales = floats_at(address), float_of(job[t.STAYS]), scales_at(row, job, 0, chunk, 2)
     least, largest = np.int64(_MAGNITUDE), np.int64(0)
     for entry in range(count):
         magnitude = to_bits(taken[entry]) & _MAGNITUDE
@@ -228,7 +231,7 @@ def put_sign2(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> N
             level = np.rint((abs(value) - base) / step) if step > 0 else _ZERO
             window |= np.uint64(negative | (np.int64(level) << 1)) << np.uint64(_SIGN2_BITS * entry)
             sent = base + level * step
-            taken[begin + entry] = rest_of(value, -sent if negative else sent, share)
+            taken[begin + entry] = rest_of(value, -sent if negative else sent, stays)
         put_window(words, position + _SIGN2_BITS * begin, window, _SIGN2_BITS * many)
 
 
