@@ -312,23 +312,26 @@ def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: S
                 f"out for {name} is {out.dtype} {list(out.shape)} on {out.device}{gaps}, but must be contiguous "
                 f"{x.dtype} {list(x.shape)} on {x.device}: make it by torch.empty."
             )
-    # The addresses between which elements lie. An output must meet nothing else; inputs may share memory.
-    spans = sorted(
-        (x.data_ptr(), x.data_ptr() + _extent(x), is_output, f"{kind} {name}")
-        for is_output, kind, xs in ((False, "the tensor", tensors), (True, "out for", outputs))
-        for name, x in zip(names, xs, strict=True)
-        if x.numel()
-    )
-    reaching = reaching_output = (0, "")
-    for begin, end, is_output, what in spans:
+    # An output must meet nothing else; inputs may share memory.
+    everything = [*tensors, *outputs]
+    begins = [x.data_ptr() for x in everything]
+    reaching = reaching_output = (0, 0)
+    for number in sorted(range(len(begins)), key=begins.__getitem__):
+        is_output, end = number >= len(tensors), begins[number] + _extent(everything[number])
         other_end, other = reaching if is_output else reaching_output
-        if begin < other_end:
-            raise InvalidTensorError(f"{what} shares memory with {other}: make out by torch.empty_like.")
-        reaching = max(reaching, (end, what))
+        if begins[number] < other_end and end > begins[number]:
+            what, met = (
+                f"{'out for' if one >= len(tensors) else 'the tensor'} {names[one % len(tensors)]}"
+                for one in (number, other)
+            )
+            raise InvalidTensorError(f"{what} shares memory with {met}: make out by torch.empty_like.")
+        reaching = max(reaching, (end, number))
         if is_output:
-            reaching_output = (end, what)
+            reaching_output = max(reaching_output, (end, number))
 
 
 def _extent(x: Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last."""
+    if x.is_contiguous():
+        return x.nbytes
     return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize

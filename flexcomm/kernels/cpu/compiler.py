@@ -58,9 +58,13 @@ def list_sources() -> list[Path]:
 _SOURCES = hashlib.blake2b(b"".join(source.read_bytes() for source in list_sources()), digest_size=6).hexdigest()
 
 
+# A part is called by compiled code alone: entries for Python and C would take a tenth of the time to compile.
+_PART: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
 def compiled(function: Function) -> Function:
     """Compile a part of a loop, together with the loop that uses it."""
-    return cast("Function", numba.njit(nogil=True, error_model="numpy")(function))
+    return cast("Function", numba.njit(**_PART)(function))
 
 
 def summing(function: Function) -> Function:
@@ -68,7 +72,7 @@ def summing(function: Function) -> Function:
 
     Only what is written in the function itself: what it calls keeps its order and its bits. Nothing is ever fused.
     """
-    return cast("Function", numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc"})(function))
+    return cast("Function", numba.njit(**_PART, fastmath={"reassoc"})(function))
 
 
 def cached_kernel(function: Function) -> Function:

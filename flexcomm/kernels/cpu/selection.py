@@ -71,13 +71,25 @@ def collect(address: Int, windows: Int, bound: Int, picks: Ints) -> Int:
     """Fill ``picks`` with the places of all magnitudes that reach the bound; return how many."""
     found = 0
     for window in range(windows):
-        bits = reaching(address + 4 * WINDOW * window, np.int32(bound))
-        # Counted before: whether another bit follows is as good as random, and a mispredicted jump costs more.
-        for _ in range(count_bits(bits)):
-            picks[found] = WINDOW * window + np.int64(lowest_bit(bits))
-            bits &= bits - np.uint64(1)
-            found += 1
+        found = list_bits(reaching(address + 4 * WINDOW * window, np.int32(bound)), WINDOW * window, picks, found)
     return found
+
+
+@compiled
+def list_bits(bits: Int, first: Int, picks: Ints, found: Int) -> Int:
+    """Fill ``picks`` from ``found`` on with the places of the bits that are set; return where they end.
+
+    Up to four entries behind that are written, too: how many bits follow is as good as random, and a mispredicted jump
+    costs more than a few stores.
+    """
+    end = found + np.int64(count_bits(bits))
+    for entry in range(found, found + 4):
+        picks[entry] = first + np.int64(lowest_bit(bits))
+        bits &= bits - np.uint64(1)
+    for entry in range(found + 4, end):
+        picks[entry] = first + np.int64(lowest_bit(bits))
+        bits &= bits - np.uint64(1)
+    return end
 
 
 @compiled
@@ -280,11 +292,9 @@ def pick_random_k(row: Longs, job: Longs) -> Int:
             marks[place >> np.uint32(6)] |= np.int64(np.uint64(1) << np.uint64(place & np.uint32(63)))
         chosen, found = picks_of(row, job, 0, at), 0
         for window in range(windows):
-            bits = np.uint64(marks[window])
-            for _ in range(count_bits(bits)):
-                chosen[found] = WINDOW * window + np.int64(lowest_bit(bits))
-                bits &= bits - np.uint64(1)
-                found += 1
+            found = list_bits(np.uint64(marks[window]), WINDOW * window, places, found)
+        for entry in range(row[t.K]):
+            chosen[entry] = places[entry]
     return 0
 
 
