@@ -15,6 +15,7 @@ import typer
 from bench.codec.memory import VERBS, MemoryUnknownError, measure_memory
 from bench.codec.payloads import NODES, PayloadBits, bits_of, measure_bits, measure_code_errors
 from bench.codec.speed import Comparison, compare_decode, compare_encode, geometries, keep_freed_memory
+from bench.codec.stages import ALL, StageTime, measure_stages
 from bench.common_options import CheckOption, JsonOption, QuickOption, Report, conclude
 from bench.tables import print_table
 
@@ -39,10 +40,13 @@ class Settings:
     rounds: int
     memory_cases: int
     training_steps: int
+    stage_shapes: tuple[tuple[int, int], ...]
+    """Of the tensors whose stages are timed: together, larger than any cache."""
 
 
-_FULL = Settings((2048, 4096), rounds=7, memory_cases=3, training_steps=90)
-_QUICK = Settings((512, 2048), rounds=5, memory_cases=1, training_steps=48)
+_STAGE_SHAPES = ((6144, 384),) * 4
+_FULL = Settings((2048, 4096), rounds=7, memory_cases=3, training_steps=90, stage_shapes=_STAGE_SHAPES)
+_QUICK = Settings((512, 2048), rounds=5, memory_cases=1, training_steps=48, stage_shapes=_STAGE_SHAPES)
 
 
 class Findings(NamedTuple):
@@ -54,7 +58,10 @@ class Findings(NamedTuple):
 
 
 def codec(json_file: JsonOption = None, quick: QuickOption = False, check: CheckOption = False) -> None:
-    """Encode and decode against the published operations: speed, bits per coefficient, memory, error of value codes."""
+    """Encode and decode against the published operations: speed, bits per coefficient, memory, error of value codes.
+
+    And where the time goes: each stage, beside what the machine's memory allows.
+    """
     torch.set_num_threads(1)
     settings = _QUICK if quick else _FULL
     tables = [
@@ -63,6 +70,7 @@ def codec(json_file: JsonOption = None, quick: QuickOption = False, check: Check
         _measure_bits(settings),
         _measure_memory(settings),
         _measure_code_errors(settings),
+        _measure_stages(settings),
     ]
     report = Report(
         "codec",
@@ -145,3 +153,27 @@ def _measure_code_errors(settings: Settings) -> Findings:
     title = f"relative L2 error of what is sent, over {settings.training_steps} steps of a small network"
     print_table(title, ("values", "k", "last third", "worst step"), shown, sys.stdout)
     return Findings({}, [{"table": "error", **asdict(error)} for error in errors], {})
+
+
+def _measure_stages(settings: Settings) -> Findings:
+    found = measure_stages(settings.stage_shapes, settings.rounds)
+    memory_gb_per_s = found[0].gb_per_s
+    numel = sum(rows * cols for rows, cols in settings.stage_shapes)
+    title = f"where the time goes: {numel / 1e6:.1f} M float32 elements, one thread, one sender, step by the sign"
+    columns = ("stage", "ns/element", "bytes/element", "GB/s", "of memory")
+    print_table(title, columns, [_format_stage(one, memory_gb_per_s) for one in found], sys.stdout)
+    print("# ns: processor time; bytes: of dense arrays, read and written at least, the rest stays in cache")
+    print("# bytes of decode: of the 64-byte lines with an element that changes, counted; of memory: GB/s to add_'s")
+    rows: list[dict[str, object]] = [
+        {"table": "stages", **asdict(one), "gb_per_s": one.gb_per_s, "of_memory": one.gb_per_s / memory_gb_per_s}
+        for one in found
+    ]
+    return Findings({}, rows, {})
+
+
+def _format_stage(one: StageTime, memory_gb_per_s: float) -> tuple[str, ...]:
+    name = f"{one.recipe}: {one.verb}" if one.stage == ALL else f"    {one.stage}"
+    if not one.bytes_per_element:
+        return (name, f"{one.ns_per_element:z.2f}", "-", "-", "-")
+    speed = (f"{one.gb_per_s:.1f}", f"{one.gb_per_s / memory_gb_per_s:.0%}")
+    return (name, f"{one.ns_per_element:z.2f}", f"{one.bytes_per_element:.1f}", *speed)

@@ -30,11 +30,27 @@ from flexcomm.topology import read_launcher
 
 
 @dataclass(frozen=True)
+class StepPhases:
+    """Seconds of the phases of one step, by flexcomm's own statistics: the slowest rank of the median step.
+
+    They add up to the step. ``decode_s`` includes verification, ``waiting_s`` is what the caller was blocked by
+    collectives for. Elements are those that the rank encodes and decodes.
+    """
+
+    encode_s: float
+    decode_s: float
+    waiting_s: float
+    rest_s: float
+    encode_ns_per_element: float
+    decode_ns_per_element: float
+
+
+@dataclass(frozen=True)
 class Row:
     """Seconds and bytes of a step of one method: of the slowest rank, medians over steps.
 
     ``counted_nbytes`` are from the counters of the emulated link, if there is one, divided by a node's ranks;
-    ``own_nbytes`` are counted by the method itself.
+    ``own_nbytes`` are counted by the method itself. ``phases`` are known of our methods only.
     """
 
     method: str
@@ -45,6 +61,7 @@ class Row:
     own_nbytes: float
     counted_nbytes: float | None
     replicas_equal: bool
+    phases: StepPhases | None = None
 
     @property
     def counted(self) -> bool:
@@ -84,6 +101,16 @@ _COLUMNS = (
     "MB sent/rank",
     "ratio",
     "bits",
+)
+_PHASE_COLUMNS = (
+    "method",
+    "encode s",
+    "ns/element",
+    "verify + decode s",
+    "ns/element",
+    "waiting s",
+    "rest s",
+    "s/step",
 )
 _RATIOS: Mapping[str, tuple[str, str, Callable[[Row, Row], float]]] = {
     "cpu_of_detonation": (_OURS, _DETONATION, lambda ours, other: ours.main_cpu_s / other.main_cpu_s),
@@ -200,6 +227,9 @@ def print_findings(findings: Findings, wanted: int) -> None:
         print_table("slowest rank, median; ratios to the first line", _COLUMNS, format_rows(rows), sys.stdout)
         source = "the link's counters, headers included" if rows[0].counted else "the method's own count"
         print(f"# MB sent: {source}; bits: whether all ranks hold the same")
+    if phases := format_phases(rows):
+        print_table("where the time goes: slowest rank of the median step", _PHASE_COLUMNS, phases, sys.stdout)
+        print("# waiting: blocked by collectives; ns: per element that the rank encodes and decodes")
     for name, reason in findings.skipped.items():
         print(f"# skipped {METHODS[name]}: {reason}")
     if len(rows) + len(findings.skipped) < wanted:
@@ -223,6 +253,24 @@ def format_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             "same" if row.replicas_equal else "DIFFER",
         )
         for row in rows
+    ]
+
+
+def format_phases(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the cells of the table of phases: a line for each of our methods."""
+    return [
+        (
+            METHODS[row.method],
+            f"{phases.encode_s:.4f}",
+            f"{phases.encode_ns_per_element:.2f}",
+            f"{phases.decode_s:.4f}",
+            f"{phases.decode_ns_per_element:.2f}",
+            f"{phases.waiting_s:.4f}",
+            f"{phases.rest_s:.4f}",
+            f"{row.step_s:.4f}",
+        )
+        for row in rows
+        if (phases := row.phases) is not None
     ]
 
 
@@ -275,27 +323,59 @@ def measure(name: str, method: Method, iterations: int, warmups: int, world: Wor
         method.step()
     world.control.barrier().wait()
     before = read_sent_nbytes()
-    seen = torch.zeros(iterations, 3, dtype=torch.float64)
+    seen = torch.zeros(iterations, len(_STATISTICS) + 3, dtype=torch.float64)
     for iteration in range(iterations):
         method.prepare()
         world.control.barrier().wait()
-        seen[iteration] = torch.tensor(_time(method), dtype=torch.float64)
+        seen[iteration] = torch.tensor(_time(method, world), dtype=torch.float64)
     world.control.barrier().wait()
     after = read_sent_nbytes()
-    wall_s, main_s, process_s = world.control.all_gather(seen).wait().amax(dim=0).median(dim=0).values.tolist()
+    gathered = world.control.all_gather(seen).wait()
+    wall_s, main_s, process_s = gathered[..., :3].amax(dim=0).median(dim=0).values.tolist()
     counted = -1.0 if before is None or after is None else (after - before) / iterations / world.topology.local_size
     own, counted = _average([method.sent_nbytes(), counted], world)
-    equal = hold_same_bits(method.results(), world)
-    return Row(name, method.transport, wall_s, main_s, process_s, own, counted if counted >= 0 else None, equal)
+    return Row(
+        name,
+        method.transport,
+        wall_s,
+        main_s,
+        process_s,
+        own,
+        counted if counted >= 0 else None,
+        hold_same_bits(method.results(), world),
+        find_phases(gathered),
+    )
 
 
-def _time(method: Method) -> tuple[float, float, float]:
-    """Return seconds, processor seconds of this thread, and of all threads."""
+_STATISTICS = ("encode_s", "decode_s", "waiting_s", "dense_bytes")
+"""What is read of a world's statistics before and after a step."""
+
+
+def _time(method: Method, world: World) -> list[float]:
+    """Return seconds, processor seconds of this thread, and of all threads; then what the step added to statistics."""
+    stats = world.stats()
     begin = (time.perf_counter(), time.thread_time(), time.process_time())
     method.step()
     end = (time.perf_counter(), time.thread_time(), time.process_time())
-    wall_s, main_s, process_s = (then - now for now, then in zip(begin, end, strict=True))
-    return wall_s, main_s, process_s
+    seconds = [then - now for now, then in zip(begin, end, strict=True)]
+    return seconds + [world.stats()[name] - stats[name] for name in _STATISTICS]
+
+
+def find_phases(gathered: Tensor) -> StepPhases | None:
+    """Return the phases of the slowest rank of the median step; None if the step was not one of flexcomm.
+
+    Args:
+        gathered: what ``_time`` returned, ``[rank, step, number]``.
+
+    """
+    slowest = gathered[..., 0].max(dim=0)
+    step = int(slowest.values.median(dim=0).indices)
+    wall_s, _, _, encode_s, decode_s, waiting_s, dense_nbytes = gathered[slowest.indices[step], step].tolist()
+    if not dense_nbytes:
+        return None
+    ns_per_s = 1e9 * torch.float32.itemsize / dense_nbytes
+    rest_s = wall_s - encode_s - decode_s - waiting_s
+    return StepPhases(encode_s, decode_s, waiting_s, rest_s, ns_per_s * encode_s, ns_per_s * decode_s)
 
 
 def _average(numbers: Sequence[float], world: World) -> list[float]:

@@ -72,16 +72,20 @@ REPLACED = {
 
 ALLOWED = {
     "RateNotKeptError": "a rate that was promised and not kept",
+    "StageTime": "a part of encode or of decode",
     "_compare_speed_with_kept_memory": "memory the allocator keeps",
     "_count_kept": "elements sent",
+    "_format_stage": "a part of encode or of decode",
     "_is_whole": "a chunk that lies inside the tensor",
     "_lane_sum": "lanes of a vector unit",
     "_measure_alone": "without a second process",
+    "_measure_stages": "parts of encode and of decode",
     "_round_trip": "encode and decode",
     "_turn": "a rotation of the transform",
     "is_kept_by": "a bound that is kept",
     "joined": "vectors put together",
     "measure_alone": "without communication",
+    "measure_stages": "parts of encode and of decode",
     "several_are_under_way_at_once": "not finished",
     "whole_parameters": "parameters gathered from all shards",
 }

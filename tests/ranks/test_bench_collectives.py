@@ -86,6 +86,11 @@ def test_a_step_lists_its_methods_and_those_it_cannot_measure(tmp_path: Path) ->
     seen = {row["method"]: row for row in report["rows"]}
     assert {*seen, *report["settings"]["skipped"]} == set(wanted.split(","))
     assert all(row["replicas_equal"] and row["step_s"] > 0 and row["own_nbytes"] > 0 for row in seen.values())
+    assert [name for name, row in seen.items() if row["phases"] is not None] == ["demo"]
+    phases = seen["demo"]["phases"]
+    spent_s = sum(phases[f"{name}_s"] for name in ("encode", "decode", "waiting", "rest"))
+    assert spent_s == pytest.approx(seen["demo"]["step_s"])
+    assert phases["encode_ns_per_element"] == pytest.approx(1e9 * phases["encode_s"] / 120_576)
     # Two ranks add up 120,576 numbers of 16 bits: each sends half of them twice.
     assert seen["all-reduce-bf16"]["own_nbytes"] == 2 * 120_576
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,18 @@ from bench.cli import main
 from bench.cluster.links import Link
 from bench.errors import UsageError
 from bench.step import command as step
-from bench.step.command import METHODS, Findings, Row, Settings, format_rows, make_report, parse_methods, print_findings
+from bench.step.command import (
+    METHODS,
+    Findings,
+    Row,
+    Settings,
+    StepPhases,
+    find_phases,
+    format_rows,
+    make_report,
+    parse_methods,
+    print_findings,
+)
 from bench.step.methods import fill_buckets
 from bench.step.models import MODELS, find_model
 from bench.step.peers import PeerMissingError, import_detonation
@@ -23,7 +35,8 @@ from flexcomm.topology import blocks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OURS = Row("demo", "gloo", 0.5, 0.2, 0.25, 1.5e6, 1.6e6, replicas_equal=True)
+PHASES = StepPhases(0.0625, 0.03125, 0.375, 0.03125, 2.0, 1.0)
+OURS = Row("demo", "gloo", 0.5, 0.2, 0.25, 1.5e6, 1.6e6, replicas_equal=True, phases=PHASES)
 SIGN = Row("demo-sign", "gloo", 0.4, 0.2, 0.25, 0.6e6, 0.64e6, replicas_equal=True)
 BF16 = Row("all-reduce-bf16", "gloo", 6.0, 0.1, 1.0, 70e6, 74e6, replicas_equal=True)
 POWER = Row("powersgd-1", "gloo", 0.55, 0.1, 0.3, 0.6e6, 0.7e6, replicas_equal=False)
@@ -100,6 +113,10 @@ method                     transport  s/step  ratio  main CPU s  ratio  all CPU 
 flexcomm demo(k=32), bf16       gloo   0.500  1.00x       0.200  1.00x      0.250           1.6  1.00x    same
 torch PowerSGD rank 1           gloo   0.550  1.10x       0.100  0.50x      0.300           0.7  0.44x  DIFFER
 # MB sent: the link's counters, headers included; bits: whether all ranks hold the same
+where the time goes: slowest rank of the median step
+method                     encode s  ns/element  verify + decode s  ns/element  waiting s  rest s  s/step
+flexcomm demo(k=32), bf16    0.0625        2.00             0.0312        1.00     0.3750  0.0312  0.5000
+# waiting: blocked by collectives; ns: per element that the rank encodes and decodes
 # skipped detonation DeMo, k=32: no module detonation
 # interrupted: 2 of 9 methods were measured
 """
@@ -108,6 +125,25 @@ torch PowerSGD rank 1           gloo   0.550  1.10x       0.100  0.50x      0.30
 def test_what_was_measured_before_an_interrupt_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     print_findings(findings([OURS, POWER], {"detonation": "no module detonation"}), wanted=9)
     assert capsys.readouterr().out == PRINTED
+
+
+def test_phases_are_those_of_the_slowest_rank_of_the_median_step() -> None:
+    # Of each rank and step: three times, seconds of encode, decode and waiting, and bytes of 2**20 elements.
+    gathered = torch.zeros(2, 3, 7, dtype=torch.float64)
+    gathered[:, :, 0] = torch.tensor([[1.0, 4.0, 2.0], [3.0, 0.5, 1.0]])
+    gathered[1, 0, 3:] = torch.tensor([0.5, 0.25, 2.0, 4.0 * 2**20])
+    found = find_phases(gathered)
+    assert found == StepPhases(0.5, 0.25, 2.0, 0.25, 0.5e9 / 2**20, 0.25e9 / 2**20)
+    assert found.encode_s + found.decode_s + found.waiting_s + found.rest_s == 3.0
+
+
+def test_methods_of_others_have_no_phases() -> None:
+    assert find_phases(torch.ones(2, 3, 7, dtype=torch.float64) * torch.tensor([1, 1, 1, 0, 0, 0, 0])) is None
+
+
+def test_the_rows_of_the_report_hold_the_phases() -> None:
+    report = make_report(findings([OURS, BF16]), SETTINGS, FOUR, None)
+    assert [row["phases"] for row in report.rows] == [asdict(PHASES), None]
 
 
 def test_the_report_holds_the_ratios_that_targets_bound() -> None:

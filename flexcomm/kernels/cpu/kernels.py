@@ -111,7 +111,8 @@ class CpuEncoder:
         self._plan, self._threads = plan, threads
         self._words = words.numpy().view(np.uint32)
         self._groups = plan_groups(plan, plan, is_inverse=False)
-        self._loops = [_addresses(_encode_loops(group)) for group in self._groups]
+        self.loops = [_addresses(_encode_loops(group)) for group in self._groups]
+        """Of each group, the loops that encode a block of it, in order; benchmarks run prefixes of them."""
         self._job = _new_job(self._words)
         self._before: dict[int, Numbers] = {}
         """By tensor whose number of entries depends on the data: how many precede each chunk."""
@@ -143,7 +144,7 @@ class CpuEncoder:
         try:
             if plan.variable_count:
                 entries, nwords = self._encode_variable_(problems, encoded)
-            for group, loops in zip(self._groups, self._loops, strict=True):
+            for group, loops in zip(self._groups, self.loops, strict=True):
                 if not group.variable_count:
                     for found, done in run(group, self._threads, partial(self._run, group, loops)):
                         problems += found
@@ -373,12 +374,17 @@ class CpuDecoder:
         filled = (
             outputs if is_direct else [torch.empty(out.shape, dtype=torch.float32, device="cpu") for out in outputs]
         )
-        for received in self._received:
+        for received, loops in zip(self._received, self.loops, strict=True):
             received.set_inputs(filled, keys, average, epilogue if is_direct else STORE)
-            run(received.group, self._threads, received.decode_blocks_)
+            run(received.group, self._threads, partial(received.decode_blocks_, loops))
         if not is_direct:
             for out, average_of_out in zip(outputs, filled, strict=True):
                 apply_epilogue_(out, average_of_out, epilogue)
+
+    @cached_property
+    def loops(self) -> list[Numbers]:
+        """Of each group, the loops that decode a block of it, in order; benchmarks run prefixes of them."""
+        return [_addresses(received.decode_loops()) for received in self._received]
 
     def _find_payloads(self, sender: int) -> Status:
         """Find the payloads of a buffer whose contents vary, and check their counts."""
@@ -442,10 +448,9 @@ class _Received:
         checked = (values.check_values,) if form.scales or form.nonfinite_mask else ()
         return _addresses((indices.read_indices, *checked) if self.group.sends_indices else checked)
 
-    @cached_property
-    def _decode_loops(self) -> Numbers:
+    def decode_loops(self) -> tuple[Loop, ...]:
         drawn = (selection.PICKERS[self.group.selection],) if self._is_drawn else ()
-        return _addresses((values.CODES[self.group.values][1], *drawn, self.group.decode))
+        return (values.CODES[self.group.values][1], *drawn, self.group.decode)
 
     def place(self, sender: int, number: int, layout: Layout, position: int) -> None:
         """Fill in where a sender's payload of a tensor is."""
@@ -468,8 +473,8 @@ class _Received:
         self._job[t.COUNTED] = average == "contributors" and not self._is_shared
         self._job[[t.EPILOGUE, t.LR, t.KEEP]] = _KINDS.index(epilogue.kind), *_bits(epilogue.lr, epilogue.keep).tolist()
 
-    def decode_blocks_(self, begin: int, end: int) -> None:
-        """Turn some blocks into averages, and use them."""
+    def decode_blocks_(self, loops: Numbers, begin: int, end: int) -> None:
+        """Run loops that turn some blocks into averages, and use them."""
         group, senders = self.group, len(self._starts)
         sizes = group.sizes._replace(coefs=senders * group.sizes.entries)
         scratch = _scratch.get(sizes)
@@ -479,7 +484,7 @@ class _Received:
         else:
             job[[t.PICK_PITCH, t.IS_BLOCK]] = 0, 1
         job[[t.SENT, t.SENT_PITCH]] = job[t.COEFS], sizes.entries
-        t.run_loops(self._tables[0], group.blocks[begin:end], job, self._decode_loops)
+        t.run_loops(self._tables[0], group.blocks[begin:end], job, loops)
 
 
 def _as_floats(x: Tensor) -> Tensor:
