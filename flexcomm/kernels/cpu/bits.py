@@ -111,3 +111,15 @@ def sum_magnitudes(taken: Floats, count: Int, lanes: Floats) -> Float:
             lanes[lane] += lanes[lane + half]
         half >>= 1
     return lanes[0]
+
+
+@compiled
+def bf16_value(half: Int) -> Float:
+    return np.uint32(np.uint32(half) << np.uint32(16)).view(np.float32)
+
+
+@compiled
+def nearest_bf16(bits: Int) -> Int:
+    """Return the nearest bfloat16 of 32 unsigned bits, ties to even, and NaN for NaN, so that it fits into vectors."""
+    code = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    return np.uint16(np.uint32(0x7FC0) if np.uint32(bits & _MAGNITUDE) > _INFINITY else code)

@@ -73,6 +73,7 @@ class Group:
     def set_inputs(self, tensors: Sequence[Tensor], gain: float, keys: Sequence[SampleKey]) -> None:
         """Fill in where tensors are, what their coefficients are multiplied by, and the keys of a step."""
         self.set_addresses(t.X, tensors)
+        self.table[:, t.DTYPE] = [t.DTYPES.index(tensors[number].dtype) for number in self.numbers]
         if gain != self.gain:
             self.set_gain(gain)
         if keys:
@@ -178,7 +179,7 @@ def _list(length: int, is_inverse: bool) -> tuple[NDArray[Any], NDArray[Any], ND
 
 def _scratch_sizes(plan: TensorPlan, chunks: int, bins: int) -> ScratchSizes:
     numel, many = plan.chunk_numel, LANES if plan.chunk_rows == 1 else 1
-    tiles = max(4 * LENGTH * LENGTH, numel)
+    tiles = max(4 * LENGTH * LENGTH, 2 * numel)
     if plan.transformed:
         down, along = (
             max(plan_dct(side).height, plan_inverse_dct(side).height) for side in (plan.chunk_rows, plan.chunk_cols)

@@ -1,6 +1,6 @@
 """The CPU's kernel set: loops that numba compiles, run one after the other on blocks of chunks that stay in cache.
 
-Tensors of other dtypes than float32 are converted before and after.
+Tensors of other dtypes than float32, bfloat16 and float16, and those with gaps, are converted before and after.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class CpuEncoder:
     ) -> Sequence[Tensor]:
         """Fill in the tables and the job; return the tensors that they point to."""
         keys = self._plan.sample_keys(step) if self._plan.has_keys else []
-        inputs = [x if x.dtype is torch.float32 and x.is_contiguous() else _as_floats(x) for x in tensors]
+        inputs = [x if x.dtype in t.DTYPES and x.is_contiguous() else _as_floats(x) for x in tensors]
         self._job[[t.DECAY, t.STAYS]] = _bits(update.decay, 1.0 - update.alpha)
         for group in self._groups:
             group.set_inputs(inputs, update.gain, keys)
@@ -370,7 +370,7 @@ class CpuDecoder:
     def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         keys = self._decoded_as.sample_keys(step) if self._decoded_as.has_keys else []
         # Elements of other dtypes, and such with gaps, are filled elsewhere first.
-        is_direct = False not in [out.dtype is torch.float32 and out.is_contiguous() for out in outputs]
+        is_direct = False not in [out.dtype in t.DTYPES and out.is_contiguous() for out in outputs]
         filled = (
             outputs if is_direct else [torch.empty(out.shape, dtype=torch.float32, device="cpu") for out in outputs]
         )
@@ -468,7 +468,7 @@ class _Received:
         """Fill in where outputs are, the keys of a step, and how averages are taken and used."""
         self.group.set_inputs(outputs, 1.0, keys)
         self.group.set_last_pass(_LAST_PASSES[epilogue.kind])
-        changing = [t.X, t.FACTOR, t.KEY, t.START, t.LAST_PASS]
+        changing = [t.X, t.DTYPE, t.FACTOR, t.KEY, t.START, t.LAST_PASS]
         self._tables[0][:, changing] = self.group.table[:, changing]
         self._job[t.COUNTED] = average == "contributors" and not self._is_shared
         self._job[[t.EPILOGUE, t.LR, t.KEEP]] = _KINDS.index(epilogue.kind), *_bits(epilogue.lr, epilogue.keep).tolist()

@@ -8,13 +8,17 @@ address: numba compiles a pointer in a fraction of the time that it takes for an
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.instructions import call_loop, floats_at, ints_at, longs_at
 
-TENSOR_COLUMNS = 38
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those that loops read and write; others are converted before and after."""
+
+TENSOR_COLUMNS = 39
 (
-    X, STATE, STATE_OUT, FACTOR, KEY, START,
+    X, DTYPE, STATE, STATE_OUT, FACTOR, KEY, START,
     CHUNKS, ROWS, COLS, CHUNK_ROWS, CHUNK_COLS, GRID_COLS, NUMEL, K, FIRST_ENTRY, TAU_BITS,
     CODE, LOW_BITS, ENTRY_BITS, CHUNK_BITS, VALUE_PADDING, INDICES, SCALES, VALUES,
     VALUE_CODE, EVERYTHING, BINS, FILLS_BINS, FIRST_PASS, LAST_PASS,
@@ -22,11 +26,11 @@ TENSOR_COLUMNS = 38
 ) = range(TENSOR_COLUMNS)  # fmt: skip
 """The columns of a table of tensors.
 
-The first six change from call to call: addresses of tensor and states, the factor of coefficients as the bits of a
-float32, and the sample key. FIRST_ENTRY counts through the table; INDICES, SCALES and VALUES are the words of a buffer
-at which sections begin, VALUE_PADDING the bits behind the values of each chunk. Whether EVERYTHING is sent, whether the
-selection FILLS_BINS itself; FIRST_PASS and LAST_PASS are addresses of codelets; the rest are the lists of the
-transform, for columns (DOWN) and rows (ALONG).
+The first seven change from call to call: addresses of tensor and states, the number of its dtype in DTYPES, the factor
+of coefficients as the bits of a float32, and the sample key. FIRST_ENTRY counts through the table; INDICES, SCALES and
+VALUES are the words of a buffer at which sections begin, VALUE_PADDING the bits behind the values of each chunk.
+Whether EVERYTHING is sent, whether the selection FILLS_BINS itself; FIRST_PASS and LAST_PASS are addresses of codelets;
+the rest are the lists of the transform, for columns (DOWN) and rows (ALONG).
 """
 
 JOB_NUMBERS = 35

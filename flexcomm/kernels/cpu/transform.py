@@ -12,18 +12,29 @@ from __future__ import annotations
 from typing import get_args
 
 import numpy as np
+import torch
 
 from flexcomm.kernels import butterflies
 from flexcomm.kernels.base import EpilogueKind, Problem
 from flexcomm.kernels.cpu import tables as t
+from flexcomm.kernels.cpu.bits import bf16_value, fp16_bits, fp16_value, nearest_bf16
 from flexcomm.kernels.cpu.codelets import LANES, LENGTH, LINE, SQUARE_BINS
 from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, cached_kernel, compiled
-from flexcomm.kernels.cpu.instructions import call_loop, floats_at, ints_at, longs_at, prefetch
+from flexcomm.kernels.cpu.instructions import (
+    call_loop,
+    floats_at,
+    halves_at,
+    ints_at,
+    longs_at,
+    prefetch,
+    words_at,
+)
 from flexcomm.kernels.cpu.tables import coefs_at, entries_in, float_of, picks_of, sent_of
 
 SQUARE = LENGTH * LENGTH
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
+_BF16, _FP16 = (t.DTYPES.index(dtype) for dtype in (torch.bfloat16, torch.float16))
 LIMIT = (127 + 100) << 23
 """The bits of 2**100: elements stay below."""
 _NONFINITE = int(Problem.NONFINITE)
@@ -57,19 +68,51 @@ def nonfinite_at(job: Longs, chunk: Int) -> Int:
 
 
 @compiled
-def copy_block(source: Int, pitch: Int, target: Int, target_pitch: Int, rows: Int, cols: Int) -> None:
+def element_at(row: Longs, place: Int) -> Int:
+    """Return the address of an element of the tensor."""
+    return row[t.X] + (2 if row[t.DTYPE] else 4) * place
+
+
+@compiled
+def load_block(row: Longs, place: Int, rows: Int, cols: Int, tile: Int, width: Int) -> None:
+    """Copy a block of the tensor into rows of a tile."""
     for i in range(rows):
-        line, copied = floats_at(source + 4 * i * pitch), floats_at(target + 4 * i * target_pitch)
-        for j in range(cols):
-            copied[j] = line[j]
+        source, line = element_at(row, place + i * row[t.COLS]), floats_at(tile + 4 * i * width)
+        given, halves = floats_at(source), halves_at(source)
+        if row[t.DTYPE] == _BF16:
+            for j in range(cols):
+                line[j] = bf16_value(halves[j])
+        elif row[t.DTYPE] == _FP16:
+            for j in range(cols):
+                line[j] = fp16_value(halves[j])
+        else:
+            for j in range(cols):
+                line[j] = given[j]
+
+
+@compiled
+def store_block(row: Longs, place: Int, rows: Int, cols: Int, tile: Int, width: Int) -> None:
+    """Copy rows of a tile into a block of the tensor."""
+    for i in range(rows):
+        target, line = element_at(row, place + i * row[t.COLS]), floats_at(tile + 4 * i * width)
+        filled, halves, bits = floats_at(target), halves_at(target), words_at(tile + 4 * i * width)
+        if row[t.DTYPE] == _BF16:
+            for j in range(cols):
+                halves[j] = nearest_bf16(bits[j])
+        elif row[t.DTYPE] == _FP16:
+            for j in range(cols):
+                halves[j] = fp16_bits(bits[j])
+        else:
+            for j in range(cols):
+                filled[j] = line[j]
 
 
 @compiled
 def block_of(row: Longs, chunk: Int) -> tuple[Int, Int, Int]:
-    """Return the address of a chunk of a matrix, and how many of its rows and columns are inside."""
+    """Return where a chunk of a matrix begins, and how many of its rows and columns are inside."""
     top, left = chunk // row[t.GRID_COLS] * row[t.CHUNK_ROWS], chunk % row[t.GRID_COLS] * row[t.CHUNK_COLS]
     return (
-        row[t.X] + 4 * (top * row[t.COLS] + left),
+        top * row[t.COLS] + left,
         min(row[t.CHUNK_ROWS], row[t.ROWS] - top),
         min(row[t.CHUNK_COLS], row[t.COLS] - left),
     )
@@ -90,12 +133,11 @@ def accumulate_square(row: Longs, job: Longs) -> Int:
     tile, edge, maxima = job[t.TILES], job[t.TILES] + 4 * SQUARE, job[t.TILES] + 8 * SQUARE
     clear(job[t.TOPS], (job[t.LAST] - job[t.FIRST]) * SQUARE_BINS)
     for at in range(job[t.FIRST], job[t.LAST]):
-        source, rows, cols = block_of(row, at)
-        after, pitch = min(at + 1, row[t.CHUNKS] - 1), row[t.COLS]
-        ahead = block_of(row, after)[0]
-        if rows < LENGTH or cols < LENGTH:
+        (place, rows, cols), after = block_of(row, at), min(at + 1, row[t.CHUNKS] - 1)
+        source, pitch, ahead = element_at(row, place), row[t.COLS], element_at(row, block_of(row, after)[0])
+        if rows < LENGTH or cols < LENGTH or row[t.DTYPE]:
             clear(edge, SQUARE)
-            copy_block(source, pitch, edge, LENGTH, rows, cols)
+            load_block(row, place, rows, cols, edge, LENGTH)
             source, pitch, ahead = edge, LENGTH, edge
         clear(maxima, LANES)
         job[t.PITCH], job[t.MAXIMA] = pitch, maxima
@@ -120,14 +162,14 @@ def accumulate_flat(row: Longs, job: Longs) -> Int:
     edge, tile = job[t.TILES], job[t.TILES] + 4 * LANES * LENGTH
     job[t.TARGET] = tile
     for at in range(job[t.FIRST], job[t.LAST], LANES):
-        many, source = min(LANES, job[t.LAST] - at), row[t.X] + 4 * at * LENGTH
+        many, source = min(LANES, job[t.LAST] - at), element_at(row, at * LENGTH)
         numel = min(row[t.COLS] - at * LENGTH, many * LENGTH)
-        if largest(source, numel) >= job[t.LIMIT]:
-            return nonfinite_at(job, at)
-        if numel < LANES * LENGTH:
+        if numel < LANES * LENGTH or row[t.DTYPE]:
             clear(edge, LANES * LENGTH)
-            copy_block(source, 0, edge, 0, 1, numel)
+            load_block(row, at * LENGTH, 1, numel, edge, 0)
             source = edge
+        if largest(source, LANES * LENGTH) >= job[t.LIMIT]:
+            return nonfinite_at(job, at)
         job[t.SOURCE] = source
         call_loop(row[t.FIRST_PASS], row, job)
         add_state(row, job, at, many * LENGTH, _ONE, tile)
@@ -156,13 +198,13 @@ def accumulate_plain(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of chunks that are not transformed."""
     numel, factor = row[t.NUMEL], float_of(row[t.FACTOR])
     for at in range(job[t.FIRST], job[t.LAST]):
-        inside, source = min(numel, row[t.COLS] - at * numel), row[t.X] + 4 * at * numel
-        if largest(source, inside) >= job[t.LIMIT]:
-            return nonfinite_at(job, at)
-        if inside < numel:
+        inside, source = min(numel, row[t.COLS] - at * numel), element_at(row, at * numel)
+        if inside < numel or row[t.DTYPE]:
             clear(job[t.TILES], numel)
-            copy_block(source, 0, job[t.TILES], 0, 1, inside)
+            load_block(row, at * numel, 1, inside, job[t.TILES], 0)
             source = job[t.TILES]
+        if largest(source, numel) >= job[t.LIMIT]:
+            return nonfinite_at(job, at)
         add_state(row, job, at, numel, factor, source)
     return 0
 
@@ -180,7 +222,9 @@ def transform(
     places, filled = ints_at(row[at]), floats_at(target)
     clear(work, places[2 * rows] * lanes)
     for i in range(rows):
-        copy_block(source + 4 * i * lanes, 0, work + 4 * places[i] * lanes, 0, 1, lanes)
+        given, taken = floats_at(source + 4 * i * lanes), floats_at(work + 4 * places[i] * lanes)
+        for j in range(lanes):
+            taken[j] = given[j]
     apply(work, lanes, ints_at(row[at + 1]), floats_at(row[at + 2]), row[at + 3])
     for i in range(rows):
         done = floats_at(work + 4 * places[rows + i] * lanes)
@@ -229,12 +273,12 @@ def accumulate_any(row: Longs, job: Longs) -> Int:
     room = many * row[t.NUMEL]
     tile, turned, work = job[t.TILES], job[t.TILES] + 4 * room, job[t.TILES] + 8 * room
     for at in range(job[t.FIRST], job[t.LAST], many):
-        source, rows, cols = block_of(row, at)
+        place, rows, cols = block_of(row, at)
         many_here = min(many, job[t.LAST] - at)
         if height == 1:
             cols = min(many_here * width, row[t.COLS] - at * width)
         clear(tile, room)
-        copy_block(source, row[t.COLS], tile, width, rows, cols)
+        load_block(row, place, rows, cols, tile, width)
         if largest(tile, room) >= job[t.LIMIT]:
             return nonfinite_at(job, at)
         if height == 1:
@@ -312,9 +356,12 @@ def stepped(kind: Int, x: Float, y: Float, lr: Float, keep: Float) -> Float:
 
 
 @compiled
-def finish(job: Longs, target: Int, averages: Int, numel: Int) -> None:
-    """Do the epilogue of some elements, one behind the other."""
+def finish(row: Longs, job: Longs, place: Int, averages: Int, numel: Int, scratch: Int) -> None:
+    """Do the epilogue of some elements of the tensor, one behind the other."""
     kind, lr, keep = job[t.EPILOGUE], float_of(job[t.LR]), float_of(job[t.KEEP])
+    target = scratch if row[t.DTYPE] else element_at(row, place)
+    if row[t.DTYPE] and kind != _STORE:
+        load_block(row, place, 1, numel, scratch, 0)
     out, average = floats_at(target), floats_at(averages)
     # A loop for each kind: only so they fit into vectors.
     if kind == _STORE:
@@ -326,6 +373,19 @@ def finish(job: Longs, target: Int, averages: Int, numel: Int) -> None:
     else:
         for i in range(numel):
             out[i] = stepped(_PLAIN_STEP, out[i], average[i], lr, keep)
+    if row[t.DTYPE]:
+        store_block(row, place, 1, numel, scratch, 0)
+
+
+@compiled
+def step_element(row: Longs, job: Longs, place: Int, average: Float) -> None:
+    """Step one element of the tensor, without weight decay."""
+    tile = job[t.TILES] + 4 * row[t.NUMEL] if row[t.DTYPE] else element_at(row, place)
+    if row[t.DTYPE]:
+        load_block(row, place, 1, 1, tile, 0)
+    floats_at(tile)[0] = stepped(job[t.EPILOGUE], floats_at(tile)[0], average, float_of(job[t.LR]), _ONE)
+    if row[t.DTYPE]:
+        store_block(row, place, 1, 1, tile, 0)
 
 
 @compiled
@@ -385,11 +445,11 @@ def decode_square(row: Longs, job: Longs) -> Int:
 @compiled
 def finish_square(row: Longs, job: Longs, chunk: Int, turned: Int, edge: Int) -> None:
     """Transform the rows of a square back, and do the epilogue."""
-    target, rows, cols = block_of(row, chunk)
-    own, pitch, ahead = target, row[t.COLS], block_of(row, min(chunk + 1, row[t.CHUNKS] - 1))[0]
-    is_edge = rows < LENGTH or cols < LENGTH
+    (place, rows, cols), after = block_of(row, chunk), min(chunk + 1, row[t.CHUNKS] - 1)
+    own, pitch, ahead = element_at(row, place), row[t.COLS], element_at(row, block_of(row, after)[0])
+    is_edge = rows < LENGTH or cols < LENGTH or row[t.DTYPE] != 0
     if is_edge:
-        copy_block(target, pitch, edge, LENGTH, rows, cols)
+        load_block(row, place, rows, cols, edge, LENGTH)
         own, pitch, ahead = edge, LENGTH, edge
     job[t.PITCH] = pitch
     for lane in range(0, LENGTH, LANES):
@@ -397,7 +457,7 @@ def finish_square(row: Longs, job: Longs, chunk: Int, turned: Int, edge: Int) ->
         job[t.AHEAD] = ahead_of(ahead, pitch, lane)
         call_loop(row[t.LAST_PASS], row, job)
     if is_edge:
-        copy_block(edge, LENGTH, target, row[t.COLS], rows, cols)
+        store_block(row, place, rows, cols, edge, LENGTH)
 
 
 @compiled
@@ -423,40 +483,39 @@ def decode_flat(row: Longs, job: Longs) -> Int:
         many = min(LANES, job[t.LAST] - at)
         add_chunks(row, job, at, many, tile, marks, touched)
         call_loop(row[t.FIRST_PASS], row, job)
-        finish(job, row[t.X] + 4 * at * LENGTH, tile, min(many * LENGTH, row[t.COLS] - at * LENGTH))
+        numel = min(many * LENGTH, row[t.COLS] - at * LENGTH)
+        finish(row, job, at * LENGTH, tile, numel, tile + 4 * LANES * LENGTH)
     return 0
 
 
 @compiled
 def step_shared(row: Longs, job: Longs) -> None:
     """Step the elements that all senders sent of chunks; they sent the same ones."""
-    kind, lr, divisor, count = job[t.EPILOGUE], float_of(job[t.LR]), np.float32(job[t.DIVISOR]), row[t.K]
+    divisor, count = np.float32(job[t.DIVISOR]), row[t.K]
     for at in range(job[t.FIRST], job[t.LAST]):
         picks, total = picks_of(row, job, 0, at), sent_of(row, job, 0, at)
         if at + 1 < job[t.LAST]:
             ahead = picks_of(row, job, 0, at + 1)
             for entry in range(count):
-                prefetch(row[t.X] + 4 * ((at + 1) * row[t.NUMEL] + ahead[entry]))
+                prefetch(element_at(row, (at + 1) * row[t.NUMEL] + ahead[entry]))
         for entry in range(count):
             total[entry] = _ZERO + total[entry]
         for sender in range(1, job[t.SENDERS]):
             values = sent_of(row, job, sender, at)
             for entry in range(count):
                 total[entry] += values[entry]
-        chunk, inside = floats_at(row[t.X] + 4 * at * row[t.NUMEL]), row[t.COLS] - at * row[t.NUMEL]
         for entry in range(count):
-            index = picks[entry]
+            place = at * row[t.NUMEL] + picks[entry]
             # Zeros behind a tensor's end may be sent, too.
-            if index < inside:
-                average = total[entry] / divisor if divisor != _ONE else total[entry]
-                chunk[index] = stepped(kind, chunk[index], average, lr, _ONE)
+            if place < row[t.COLS]:
+                step_element(row, job, place, total[entry] / divisor)
 
 
 @cached_kernel
 def decode_plain(row: Longs, job: Longs) -> Int:
     """Finish chunks that are not transformed: a step without weight decay touches only what was sent."""
-    numel, kind, lr, keep = row[t.NUMEL], job[t.EPILOGUE], float_of(job[t.LR]), float_of(job[t.KEEP])
-    touches_few = kind != _STORE and keep == _ONE and not row[t.EVERYTHING]
+    numel = row[t.NUMEL]
+    touches_few = job[t.EPILOGUE] != _STORE and float_of(job[t.KEEP]) == _ONE and not row[t.EVERYTHING]
     if touches_few and job[t.BEFORE] == 0 and (job[t.SENDERS] == 1 or job[t.PICK_PITCH] == 0):
         step_shared(row, job)
         return 0
@@ -465,16 +524,15 @@ def decode_plain(row: Longs, job: Longs) -> Int:
     clear(tile, numel)
     clear(marks, numel)
     for at in range(job[t.FIRST], job[t.LAST]):
-        target, inside = row[t.X] + 4 * at * numel, min(numel, row[t.COLS] - at * numel)
-        count, chunk = add_chunks(row, job, at, 1, tile, marks, list_at), floats_at(target)
+        count = add_chunks(row, job, at, 1, tile, marks, list_at)
         if not touches_few:
-            finish(job, target, tile, inside)
+            finish(row, job, at * numel, tile, min(numel, row[t.COLS] - at * numel), tile + 4 * numel)
             clear(tile, numel)
             continue
-        for place in range(count):
-            index = touched[place]
-            if index < inside:
-                chunk[index] = stepped(kind, chunk[index], average[index], lr, keep)
+        for number in range(count):
+            index = touched[number]
+            if at * numel + index < row[t.COLS]:
+                step_element(row, job, at * numel + index, average[index])
             average[index] = _ZERO
     return 0
 
@@ -500,9 +558,9 @@ def decode_any(row: Longs, job: Longs) -> Int:
             transform(turned, height, width, tile, width, 1, row, t.DOWN, work)
         for i in range(room):
             averages[i] = averages[i] * factor
-        target, rows, cols = block_of(row, at)
+        place, rows, cols = block_of(row, at)
         if height == 1:
             cols = min(many_here * width, pitch - at * width)
         for i in range(rows):
-            finish(job, target + 4 * i * pitch, tile + 4 * i * width, cols)
+            finish(row, job, place + i * pitch, tile + 4 * i * width, cols, turned)
     return 0
