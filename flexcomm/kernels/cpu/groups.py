@@ -72,8 +72,8 @@ class Group:
 
     def set_inputs(self, tensors: Sequence[Tensor], gain: float, keys: Sequence[SampleKey]) -> None:
         """Fill in where tensors are, what their coefficients are multiplied by, and the keys of a step."""
-        self.set_addresses(t.X, tensors)
-        self.table[:, t.DTYPE] = [t.DTYPES.index(tensors[number].dtype) for number in self.numbers]
+        given = [(tensors[number].data_ptr(), t.DTYPES.index(tensors[number].dtype)) for number in self.numbers]
+        self.table[:, t.X : t.DTYPE + 1] = given
         if gain != self.gain:
             self.set_gain(gain)
         if keys:
