@@ -38,7 +38,7 @@ class FlexDeMo(NodeOptimizer):
         sync_every: take so many local steps between exchanges; above 1, nodes exchange how far they moved.
         outer: how nodes move together after local steps; the plain average, if none is given.
         overlap: start the exchange of a bucket during backward, as soon as its gradients are ready.
-        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` the step, or be ``"zero"``.
+        nonfinite: NaN or infinity on any rank: ``"raise"`` on all, ``"skip"`` the step, or count as ``"zero"``.
         bucket_bytes: dense bytes of gradients that travel together in one collective.
         node_averaged: whether gradients are averaged inside the node before; if not given, those of FSDP's shards are.
         exact_rollback: keep a second copy of the momentum, as ``overlap`` does, so that a step that fails leaves it bit

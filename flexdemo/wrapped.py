@@ -37,7 +37,7 @@ class DistributedOptimizer(NodeOptimizer):
         alpha: the share of what was sent that is taken out of the residual.
         average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
         overlap: start the exchange of a bucket during backward, as soon as its gradients are ready.
-        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` the step, or be ``"zero"``.
+        nonfinite: NaN or infinity on any rank: ``"raise"`` on all, ``"skip"`` the step, or count as ``"zero"``.
         bucket_bytes: dense bytes of gradients that travel together in one collective.
         node_averaged: whether gradients are averaged inside the node before; if not given, those of FSDP's shards are.
 
@@ -145,7 +145,7 @@ class FlexDeMoAdamW(DistributedOptimizer):
         alpha: the share of what was sent that is taken out of the residual.
         average: divide by all ``"nodes"``, or by the ``"contributors"`` of each coefficient.
         overlap: start the exchange of a bucket during backward, as soon as its gradients are ready.
-        nonfinite: what NaN or infinity on any rank does: ``"raise"`` on all, ``"skip"`` the step, or be ``"zero"``.
+        nonfinite: NaN or infinity on any rank: ``"raise"`` on all, ``"skip"`` the step, or count as ``"zero"``.
         bucket_bytes: dense bytes of gradients that travel together in one collective.
         node_averaged: whether gradients are averaged inside the node before; if not given, those of FSDP's shards are.
         foreach: as for torch's AdamW.
