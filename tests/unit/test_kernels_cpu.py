@@ -45,12 +45,10 @@ if TYPE_CHECKING:
 SMALLEST_SHARE = "flexcomm.kernels.cpu.kernels._SMALLEST_SHARE"
 BLOCK_NUMEL = "flexcomm.kernels.cpu.groups.BLOCK_NUMEL"
 LOOPS = {
-    *("accumulate_any", "accumulate_flat", "accumulate_plain", "accumulate_square", "check_headers", "check_values"),
+    *("accumulate_any", "accumulate_flat", "accumulate_plain", "accumulate_squares", "check_headers", "check_values"),
     *("count_reaching", "fill_histogram", "mix_halves", "mix_many", "mix_two", "pick_threshold", "pick_top_k"),
     *("pick_random_k", "pick_striding", "put_indices", "read_counts", "read_indices", "decode_any", "decode_flat"),
-    *("decode_plain", "decode_square", "put_counts", "write_header", "add_sent", "run_loops"),
-    *("dct_columns", "dct_rows", "dct_rows_and_state", "dct_flat", "idct_columns", "idct_rows", "idct_flat"),
-    *("idct_rows_sign_step", "idct_rows_plain_step"),
+    *("decode_plain", "decode_squares", "put_counts", "write_header", "add_sent", "run_loops"),
 }
 COMPILED = ("flexcomm.kernels.cpu.selection", "pick_top_k")
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,39 +1,44 @@
-"""The DCT of 64 rows as straight-line vector code, for a vector's width of columns.
+"""Squares of 64 by 64, and rows of 64, as vector code: the DCT, and what is done before and after it.
 
-The lists of :mod:`flexcomm.kernels.butterflies` are unrolled while numba compiles, operation by operation, so the bits
-are those of a loop over the list. A codelet has the signature of a loop, is called by its address, and is compiled
-once: it works on SOURCE and TARGET of the job.
+The lists of :mod:`flexcomm.kernels.butterflies` are unrolled while numba compiles, operation by operation, for as many
+columns as a vector has lanes, so the bits are those of a loop over the list. A codelet is code inside of a loop: it is
+given the numbers of a tensor and a job, and works on what the last ones of the job say, SOURCE and what follows. A tile
+is a square of floats in cache, one row behind the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import llvmlite.binding as llvm
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from flexcomm.kernels import butterflies
 from flexcomm.kernels.base import EpilogueKind
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu.compiler import LOOP, Int, Longs, cached_kernel
+from flexcomm.kernels.cpu.compiler import LOOP
 from flexcomm.kernels.cpu.instructions import Built, Instruction, emit_prefetch
 
 Vectors = list[Any]
 
 LENGTH = 64
-"""How many rows a codelet transforms."""
+"""The side of a square."""
+SQUARE = LENGTH * LENGTH
 LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
-"""How many elements of each row: a vector."""
-LINE = 16
-"""Elements of a line of cache."""
+"""How many elements fit a vector."""
 SQUARE_BINS = 8 * LANES
-"""Into how many running maxima :func:`dct_rows` sorts the magnitudes of a chunk: half of a core's registers."""
+"""Into how many running maxima :func:`accumulate_tile` sorts the magnitudes of a chunk: half of a core's registers."""
+_LINE = 16
+"""Elements of a line of cache."""
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+_FORWARD, _BACK = butterflies.plan_dct(LENGTH), butterflies.plan_inverse_dct(LENGTH)
 
 
 def _turn(builder: Any, rows: Vectors) -> Vectors:
@@ -63,7 +68,7 @@ def _transform(
     """Do the steps of a list: an input is loaded where it is used first, an output finished as soon as it is there.
 
     There are more rows than registers, and the compiler keeps to the order it is given: so the fewest are alive.
-    ``fetch`` is called for each row, evenly spread: a core has room for few lines of cache that are on their way.
+    ``fetch`` is called for each number below 64, evenly spread: a core has room for few lines of cache on their way.
     """
     fetched = 0
 
@@ -101,10 +106,14 @@ class _Emitter:
 
     def __init__(self, builder: Any, row: Any, job: Any) -> None:
         self.builder = builder
-        numbers = (t.SOURCE, t.TARGET, t.PITCH, t.STATE_AT, t.MAXIMA, t.AHEAD)
-        self.source, self.target, self.pitch, self.state, self.maxima, self.ahead = (
-            self._number(job, number) for number in numbers
+        self.source, self.target, self.turned, self.pitch = (
+            self._number(job, number) for number in (t.SOURCE, t.TARGET, t.TURNED, t.PITCH)
         )
+        self.state, self.ahead, self.state_ahead, self.maxima, self.rows, self.groups = (
+            self._number(job, number)
+            for number in (t.STATE_AT, t.AHEAD, t.STATE_AHEAD, t.MAXIMA, t.TURNED_ROWS, t.GROUPS)
+        )
+        self.epilogue = self._number(job, t.EPILOGUE)
         self.decay, self.keep, self.lr = (self._spread(job, number) for number in (t.DECAY, t.KEEP, t.LR))
         self.factor = self._spread(row, t.FACTOR)
 
@@ -118,12 +127,11 @@ class _Emitter:
         single = self.builder.insert_element(empty, number, ir.Constant(_INT, 0))
         return self.builder.shuffle_vector(single, empty, ir.Constant(_INTS, [0] * LANES))
 
-    def at(self, memory: Any, pitch: Any, row: int, column: int = 0) -> Any:
+    def at(self, memory: Any, pitch: Any, row: Any, column: Any = 0) -> Any:
         """Return the address of an element; a pitch is a number of elements."""
         builder = self.builder
-        pitch = ir.Constant(_LONG, pitch) if isinstance(pitch, int) else pitch
-        elements = builder.add(builder.mul(pitch, ir.Constant(_LONG, row)), ir.Constant(_LONG, column))
-        return builder.add(memory, builder.shl(elements, ir.Constant(_LONG, 2)))
+        pitch, row, column = (ir.Constant(_LONG, one) if isinstance(one, int) else one for one in (pitch, row, column))
+        return builder.add(memory, builder.shl(builder.add(builder.mul(pitch, row), column), ir.Constant(_LONG, 2)))
 
     def load(self, address: Any, kind: Any = _VECTOR) -> Any:
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
@@ -131,16 +139,46 @@ class _Emitter:
     def store(self, x: Any, address: Any) -> None:
         self.builder.store(x, self.builder.inttoptr(address, x.type.as_pointer()), align=4)
 
-    def load_row(self, row: int) -> Any:
-        """Return a row of a tile."""
-        return self.load(self.at(self.source, LENGTH, row))
+    def magnitude(self, x: Any) -> Any:
+        return self.builder.and_(self.builder.bitcast(x, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
 
-    def prefetch(self, row: int, pitch: Any) -> None:
-        """Fetch a row of the next chunk; of shorter vectors, each call fetches a share of the rows, in whole lines."""
-        if row < LENGTH * LANES // LINE:
-            emit_prefetch(self.builder, self.at(self.ahead, pitch, row))
+    def larger(self, x: Any, y: Any) -> Any:
+        return self.builder.select(self.builder.icmp_signed(">", x, y), x, y)
 
-    def store_columns(self, lane_at: Callable[[int], Any]) -> Callable[[int, Any], None]:
+    @contextmanager
+    def each(self, count: Any) -> Iterator[Any]:
+        """Repeat what is emitted inside; yields the number of the repetition."""
+        count = ir.Constant(_LONG, count) if isinstance(count, int) else count
+        with cgutils.for_range(self.builder, count) as loop:
+            yield loop.index
+
+    @contextmanager
+    def each_group(self, count: Any = LENGTH // LANES) -> Iterator[tuple[Any, Any]]:
+        """Repeat for every group of as many columns as a vector has lanes; yields its number and its first column."""
+        with self.each(count) as group:
+            yield group, self.builder.mul(group, ir.Constant(_LONG, LANES))
+
+    def variable(self, value: Any) -> Any:
+        """Return a place whose value may change from repetition to repetition: a register in the end."""
+        return cgutils.alloca_once_value(self.builder, value)  # type: ignore[no-untyped-call]
+
+    def fetching(self, memory: Any, pitch: Any, group: Any) -> Callable[[int], None]:
+        """Return what fetches a row of a square, as one of the groups of columns; of all groups together, all of it.
+
+        Where vectors are shorter than a line of cache, the groups of one line each fetch a share of the rows.
+        """
+        shares, builder = _LINE // LANES, self.builder
+        line = builder.udiv(group, ir.Constant(_LONG, shares))
+        first = builder.mul(builder.urem(group, ir.Constant(_LONG, shares)), ir.Constant(_LONG, LENGTH // shares))
+        begin = self.at(memory, pitch, first, builder.mul(line, ir.Constant(_LONG, _LINE)))
+
+        def fetch(number: int) -> None:
+            if number % shares == 0:
+                emit_prefetch(builder, self.at(begin, pitch, number // shares))
+
+        return fetch
+
+    def turning(self, lane_at: Callable[[int], Any]) -> Callable[[int, Any], None]:
         """Return what takes outputs and, when a square of them is there, stores their columns from addresses on."""
         outputs: Vectors = [None] * LENGTH
 
@@ -154,73 +192,95 @@ class _Emitter:
 
         return finish
 
+    def reading(self, memory: Any, column: Any) -> Callable[[int], Any]:
+        """Return what loads a row of a tile, from a column on."""
+        return lambda row: self.load(self.at(memory, LENGTH, row, column))
 
-def _dct_columns(emit: _Emitter) -> None:
-    builder, magnitude = emit.builder, ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
-    maxima = [emit.load(emit.maxima, _INTS)]
+    def transform_turned(self, program: butterflies.Program, ahead: Any, pitch: Any, factor: Any = None) -> None:
+        """Transform the columns of TURNED, to TARGET."""
+        with self.each_group() as (group, column):
 
-    def load(row: int) -> Any:
-        x = emit.load(emit.at(emit.source, emit.pitch, row))
-        maxima[0] = _larger(builder, builder.and_(builder.bitcast(x, _INTS), magnitude), maxima[0])
-        return x
+            def finish(row: int, x: Any) -> None:
+                y = self.builder.fmul(x, factor) if factor else x
+                self.store(y, self.at(self.target, LENGTH, row, column))
 
-    finish = emit.store_columns(lambda lane: emit.at(emit.target, LENGTH, lane))
-    _transform(builder, _FORWARD, load, finish, lambda row: emit.prefetch(row, emit.pitch))
-    emit.store(maxima[0], emit.maxima)
-
-
-def _larger(builder: Any, x: Any, y: Any) -> Any:
-    return builder.select(builder.icmp_signed(">", x, y), x, y)
+            fetch = self.fetching(ahead, pitch, group)
+            _transform(self.builder, program, self.reading(self.turned, column), finish, fetch)
 
 
-def _dct_rows(emit: _Emitter, *, has_state: bool) -> None:
-    builder, magnitude = emit.builder, ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
-    maxima: Vectors = [emit.load(emit.at(emit.maxima, LANES, number), _INTS) for number in range(SQUARE_BINS // LANES)]
-
-    def finish(row: int, output: Any) -> None:
-        y = builder.fmul(output, emit.factor)
-        if has_state:
-            y = builder.fadd(builder.fmul(emit.load(emit.at(emit.state, LENGTH, row)), emit.decay), y)
-        emit.store(y, emit.at(emit.target, LENGTH, row))
-        # Rows that follow each other go to different maxima: coefficients decrease from row to row, and the largest
-        # should spread over as many maxima as there are.
-        size, number = builder.and_(builder.bitcast(y, _INTS), magnitude), row % len(maxima)
-        maxima[number] = _larger(builder, size, maxima[number])
-
-    done: dict[int, Any] = {}
-    fetch = (lambda row: emit.prefetch(row, LENGTH)) if has_state else None
-    _transform(builder, _FORWARD, emit.load_row, done.__setitem__, fetch)
-    for row in range(LENGTH):
-        finish(row, done[row])
-    for number, top in enumerate(maxima):
-        emit.store(top, emit.at(emit.maxima, LANES, number))
+def _load_square(emit: _Emitter) -> Any:
+    builder, vectors = emit.builder, LENGTH // LANES
+    tops = [emit.variable(ir.Constant(_INTS, [0] * LANES)) for _ in range(vectors)]
+    with emit.each(LENGTH) as row:
+        for number, top in enumerate(tops):
+            x = emit.load(emit.at(emit.source, emit.pitch, row, number * LANES))
+            emit.store(x, emit.at(emit.target, LENGTH, row, number * LANES))
+            builder.store(emit.larger(emit.magnitude(x), builder.load(top)), top)
+    largest = builder.load(tops[0])
+    for top in tops[1:]:
+        largest = emit.larger(largest, builder.load(top))
+    kind, name = ir.FunctionType(_INT, [_INTS]), f"llvm.vector.reduce.smax.v{LANES}i32"
+    reduced = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [largest])  # type: ignore[no-untyped-call]
+    return builder.zext(reduced, _LONG)
 
 
-def _idct_columns(emit: _Emitter) -> None:
+def _dct_square(emit: _Emitter) -> None:
+    with emit.each_group() as (group, column):
+        turned = emit.at(emit.turned, LENGTH, column)
+        finish, fetch = emit.turning(partial(emit.at, turned, LENGTH)), emit.fetching(emit.ahead, emit.pitch, group)
+        _transform(emit.builder, _FORWARD, emit.reading(emit.target, column), finish, fetch)
+    emit.transform_turned(_FORWARD, emit.state_ahead, LENGTH)
+
+
+def _accumulate_square(emit: _Emitter, *, has_state: bool) -> None:
+    builder, count = emit.builder, SQUARE_BINS // LANES
+    tops = [emit.variable(ir.Constant(_INTS, [0] * LANES)) for _ in range(count)]
+    with emit.each(SQUARE // SQUARE_BINS) as block:
+        for number, top in enumerate(tops):
+            place = (SQUARE_BINS, block, number * LANES)
+            y = builder.fmul(emit.load(emit.at(emit.target, *place)), emit.factor)
+            if has_state:
+                y = builder.fadd(builder.fmul(emit.load(emit.at(emit.state, *place)), emit.decay), y)
+            emit.store(y, emit.at(emit.source, *place))
+            builder.store(emit.larger(emit.magnitude(y), builder.load(top)), top)
+    for number, top in enumerate(tops):
+        emit.store(builder.load(top), emit.at(emit.maxima, LANES, number))
+
+
+def _idct_square(emit: _Emitter) -> None:
     builder = emit.builder
-    rows = [builder.load(builder.inttoptr(emit.at(emit.target, 2, lane), _LONG.as_pointer())) for lane in range(LANES)]
-    _transform(builder, _BACK, emit.load_row, emit.store_columns(lambda lane: rows[lane]))
+    with emit.each_group(emit.groups) as (_, column):
+        places = [emit.at(emit.rows, 2, builder.add(column, ir.Constant(_LONG, lane))) for lane in range(LANES)]
+        rows = [builder.load(builder.inttoptr(place, _LONG.as_pointer())) for place in places]
+        _transform(builder, _BACK, emit.reading(emit.source, column), emit.turning(rows.__getitem__))
+    emit.transform_turned(_BACK, emit.ahead, emit.pitch, emit.factor)
 
 
-def _idct_rows(emit: _Emitter, *, kind: EpilogueKind) -> None:
-    builder = emit.builder
+def _step_square(emit: _Emitter) -> None:
+    builder, kinds = emit.builder, get_args(EpilogueKind)
     zero, sign = ir.Constant(_VECTOR, [0.0] * LANES), ir.Constant(_INTS, [-(2**31)] * LANES)
 
-    def finish(row: int, output: Any) -> None:
-        y, place = builder.fmul(output, emit.factor), emit.at(emit.target, emit.pitch, row)
+    def stepped(kind: EpilogueKind, y: Any, place: Any) -> Any:
+        if kind == "store":
+            return y
         if kind == "sign_step":
             bits = builder.or_(builder.and_(builder.bitcast(y, _INTS), sign), builder.bitcast(emit.lr, _INTS))
             y = builder.select(builder.fcmp_unordered("==", y, zero), zero, builder.bitcast(bits, _VECTOR))
-        if kind != "store":
-            y = builder.fsub(builder.fmul(emit.load(place), emit.keep), y)
-        emit.store(y, place)
+        return builder.fsub(builder.fmul(emit.load(place), emit.keep), y)
 
-    _transform(builder, _BACK, emit.load_row, finish, lambda row: emit.prefetch(row, emit.pitch))
+    for number, kind in enumerate(kinds):
+        with (
+            builder.if_then(builder.icmp_signed("==", emit.epilogue, ir.Constant(_LONG, number))),
+            emit.each(LENGTH) as row,
+        ):
+            for column in range(0, LENGTH, LANES):
+                place = emit.at(emit.source, emit.pitch, row, column)
+                emit.store(stepped(kind, emit.load(emit.at(emit.target, LENGTH, row, column)), place), place)
 
 
 def _flat(emit: _Emitter, *, program: butterflies.Program) -> None:
     builder, inputs = emit.builder, {}
-    turned = emit.store_columns(lambda lane: emit.at(emit.target, LENGTH, lane))
+    turned = emit.turning(lambda lane: emit.at(emit.target, LENGTH, lane))
 
     def load(number: int) -> Any:
         block = number // LANES * LANES
@@ -232,80 +292,39 @@ def _flat(emit: _Emitter, *, program: butterflies.Program) -> None:
     _transform(builder, program, load, lambda number, x: turned(number, builder.fmul(x, emit.factor)))
 
 
-def _unrolled(body: Callable[[_Emitter], None]) -> Instruction:
-    """Return an instruction that is a codelet's code."""
+def _align_stack(builder: Any) -> None:
+    """Have the stack begin where a vector may: spilled vectors that straddle lines of cache cost half as much again."""
+    own = cgutils.alloca_once(builder, _VECTOR)  # type: ignore[no-untyped-call]
+    own.align = 4 * LANES
+    builder.asm(ir.FunctionType(ir.VoidType(), [own.type]), "", "r", [own], side_effect=True)
+
+
+def _codelet(body: Callable[[_Emitter], Any]) -> Instruction:
+    """Return an instruction that is a codelet's code; its value is what the body returns, or 0."""
 
     def build(_typing: Any, row: Any, job: Any) -> Built:  # noqa: ARG001  (numba takes the arguments' names from here)
         def emit(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
-            body(_Emitter(builder, *given))
-            return context.get_constant(LOOP.return_type, 0)
+            _align_stack(builder)
+            return body(_Emitter(builder, *given)) or context.get_constant(LOOP.return_type, 0)
 
         return LOOP, emit
 
     return cast("Instruction", intrinsic(build))
 
 
-_FORWARD, _BACK = butterflies.plan_dct(LENGTH), butterflies.plan_inverse_dct(LENGTH)
-_columns, _columns_back = _unrolled(_dct_columns), _unrolled(_idct_columns)
-_rows, _rows_and_state = (_unrolled(partial(_dct_rows, has_state=has_state)) for has_state in (False, True))
-_rows_stored = _unrolled(partial(_idct_rows, kind="store"))
-_rows_sign_step = _unrolled(partial(_idct_rows, kind="sign_step"))
-_rows_plain_step = _unrolled(partial(_idct_rows, kind="plain_step"))
-_flat_rows, _flat_rows_back = (_unrolled(partial(_flat, program=program)) for program in (_FORWARD, _BACK))
-
-
-@cached_kernel
-def dct_columns(row: Longs, job: Longs) -> Int:
-    """The DCT down 64 rows of memory, which are PITCH apart; the result is turned: a column's coefficients are a row.
-
-    MAXIMA are running maxima of the inputs' magnitudes, one for each lane.
-    """
-    return _columns(row, job)
-
-
-@cached_kernel
-def dct_rows(row: Longs, job: Longs) -> Int:
-    """The DCT down the 64 rows of a tile, times FACTOR; MAXIMA are running maxima of the results' magnitudes."""
-    return _rows(row, job)
-
-
-@cached_kernel
-def dct_rows_and_state(row: Longs, job: Longs) -> Int:
-    """The same, added to DECAY times the state."""
-    return _rows_and_state(row, job)
-
-
-@cached_kernel
-def idct_columns(row: Longs, job: Longs) -> Int:
-    """The inverse DCT down the 64 rows of a tile; each lane's result is a row, whose address TARGET lists."""
-    return _columns_back(row, job)
-
-
-@cached_kernel
-def idct_rows(row: Longs, job: Longs) -> Int:
-    """The inverse DCT down the 64 rows of a tile, times FACTOR, to rows of memory, which are PITCH apart."""
-    return _rows_stored(row, job)
-
-
-@cached_kernel
-def idct_rows_sign_step(row: Longs, job: Longs) -> Int:
-    """The same, but rows of memory, times KEEP, take a step of LR against its sign."""
-    return _rows_sign_step(row, job)
-
-
-@cached_kernel
-def idct_rows_plain_step(row: Longs, job: Longs) -> Int:
-    """The same, but it is subtracted from rows of memory, times KEEP."""
-    return _rows_plain_step(row, job)
-
-
-@cached_kernel
-def dct_flat(row: Longs, job: Longs) -> Int:
-    """The DCT along some rows of 64 elements, one behind the other, times FACTOR: turned, transformed, turned back."""
-    return _flat_rows(row, job)
-
-
-@cached_kernel
-def idct_flat(row: Longs, job: Longs) -> Int:
-    """The inverse of :func:`dct_flat`."""
-    return _flat_rows_back(row, job)
+load_square = _codelet(_load_square)
+"""Copy a square of floats at SOURCE, whose rows are PITCH apart, to TARGET; its value is the largest magnitude."""
+dct_square = _codelet(_dct_square)
+"""The DCT of TARGET, down the columns and then along the rows, which leaves it turned; TURNED is scratch."""
+scale_square = _codelet(partial(_accumulate_square, has_state=False))
+"""Fill the coefficients at SOURCE, FACTOR times those of TARGET, and MAXIMA of their magnitudes."""
+accumulate_square = _codelet(partial(_accumulate_square, has_state=True))
+"""The same, with DECAY times the state added."""
+idct_square = _codelet(_idct_square)
+"""The inverse DCT: of GROUPS of columns of SOURCE, to the rows of TURNED that TURNED_ROWS lists, then to TARGET."""
+step_square = _codelet(_step_square)
+"""Do the epilogue of a square at SOURCE, whose rows are PITCH apart, by its averages at TARGET."""
+dct_flat = _codelet(partial(_flat, program=_FORWARD))
+"""The DCT along some rows of 64 elements, one behind the other, times FACTOR: turned, transformed, turned back."""
+idct_flat = _codelet(partial(_flat, program=_BACK))
+"""The inverse of ``dct_flat``."""

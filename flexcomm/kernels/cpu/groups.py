@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
-from flexcomm.kernels.cpu import codelets, transform
 from flexcomm.kernels.cpu import tables as t
+from flexcomm.kernels.cpu import transform
 from flexcomm.kernels.cpu.codelets import LANES, LENGTH, SQUARE_BINS
-from flexcomm.kernels.cpu.compiler import address_of
 from flexcomm.kernels.cpu.instructions import WINDOW
 from flexcomm.kernels.cpu.selection import SELECTIONS, bins_for
 from flexcomm.kernels.cpu.values import CODES
@@ -84,11 +83,6 @@ class Group:
         factors = np.array([plan.scale(gain) for plan in self.plans], np.float32)
         self.table[:, t.FACTOR], self.gain = factors.view(np.uint32), gain
 
-    def set_last_pass(self, codelet: Loop) -> None:
-        """Have squares go through a codelet last."""
-        if self.accumulate is transform.accumulate_square:
-            self.table[:, t.LAST_PASS] = address_of(codelet)
-
     def set_addresses(self, column: int, tensors: Sequence[Tensor]) -> None:
         """Fill in where tensors are."""
         self.table[:, column] = [tensors[number].data_ptr() for number in self.numbers]
@@ -114,11 +108,9 @@ def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_i
     plans = [shown_as.plans[number] for number in numbers]
     table, entries, blocks, sizes, holds = np.zeros((len(numbers), t.TENSOR_COLUMNS), np.int64), 0, [], [], []
     accumulate, decode = _find_loops(plans[0])
-    if first_pass := _FIRST_PASSES.get(decode if is_inverse else accumulate):
-        table[:, t.FIRST_PASS] = address_of(first_pass)
     for number, (row, one) in enumerate(zip(table, plans, strict=True)):
         # The transform of squares fills the maxima itself, as many as it has.
-        is_filled = accumulate is transform.accumulate_square and 2 * one.k <= SQUARE_BINS
+        is_filled = accumulate is transform.accumulate_squares and 2 * one.k <= SQUARE_BINS
         row[[t.CHUNKS, t.ROWS, t.COLS, t.CHUNK_ROWS, t.CHUNK_COLS]] = (
             one.chunks, one.rows, one.cols, one.chunk_rows, one.chunk_cols,
         )  # fmt: skip
@@ -156,18 +148,10 @@ def _find_loops(plan: TensorPlan) -> tuple[Loop, Loop]:
     if not plan.transformed:
         return transform.accumulate_plain, transform.decode_plain
     if (plan.chunk_rows, plan.chunk_cols) == (LENGTH, LENGTH):
-        return transform.accumulate_square, transform.decode_square
+        return transform.accumulate_squares, transform.decode_squares
     if (plan.chunk_rows, plan.chunk_cols) == (1, LENGTH):
         return transform.accumulate_flat, transform.decode_flat
     return transform.accumulate_any, transform.decode_any
-
-
-_FIRST_PASSES = {
-    transform.accumulate_square: codelets.dct_columns,
-    transform.decode_square: codelets.idct_columns,
-    transform.accumulate_flat: codelets.dct_flat,
-    transform.decode_flat: codelets.idct_flat,
-}
 
 
 @lru_cache(maxsize=64)
@@ -179,7 +163,7 @@ def _list(length: int, is_inverse: bool) -> tuple[NDArray[Any], NDArray[Any], ND
 
 def _scratch_sizes(plan: TensorPlan, chunks: int, bins: int) -> ScratchSizes:
     numel, many = plan.chunk_numel, LANES if plan.chunk_rows == 1 else 1
-    tiles = max(4 * LENGTH * LENGTH, 2 * numel)
+    tiles = max(5 * LENGTH * LENGTH, 2 * numel)
     if plan.transformed:
         down, along = (
             max(plan_dct(side).height, plan_inverse_dct(side).height) for side in (plan.chunk_rows, plan.chunk_cols)

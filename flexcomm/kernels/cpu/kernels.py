@@ -28,7 +28,7 @@ from flexcomm.kernels.base import (
     Status,
     apply_epilogue_,
 )
-from flexcomm.kernels.cpu import checks, codelets, indices, selection, transform, values
+from flexcomm.kernels.cpu import checks, indices, selection, transform, values
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.compiler import address_of
 from flexcomm.kernels.cpu.groups import Group, Loop, ScratchSizes, place, plan_groups
@@ -50,11 +50,6 @@ from flexcomm.kernels.plan import SampleKey, choose_threshold, entries_before
 Numbers = NDArray[np.int64]
 T = TypeVar("T")
 
-_LAST_PASSES: dict[EpilogueKind, Loop] = {
-    "store": codelets.idct_rows,
-    "sign_step": codelets.idct_rows_sign_step,
-    "plain_step": codelets.idct_rows_plain_step,
-}
 _KINDS = get_args(EpilogueKind)
 _SMALLEST_SHARE = 1 << 16
 """Elements below which a second thread costs more than it saves."""
@@ -186,7 +181,6 @@ class CpuEncoder:
         self._job[[t.DECAY, t.STAYS]] = _bits(update.decay, 1.0 - update.alpha)
         for group in self._groups:
             group.set_inputs(inputs, update.gain, keys)
-            group.set_last_pass(codelets.dct_rows if states is None else codelets.dct_rows_and_state)
             if states is not None and states_out is not None:
                 group.set_addresses(t.STATE, states)
                 group.set_addresses(t.STATE_OUT, states_out)
@@ -467,8 +461,7 @@ class _Received:
     ) -> None:
         """Fill in where outputs are, the keys of a step, and how averages are taken and used."""
         self.group.set_inputs(outputs, 1.0, keys)
-        self.group.set_last_pass(_LAST_PASSES[epilogue.kind])
-        changing = [t.X, t.DTYPE, t.FACTOR, t.KEY, t.START, t.LAST_PASS]
+        changing = [t.X, t.DTYPE, t.FACTOR, t.KEY, t.START]
         self._tables[0][:, changing] = self.group.table[:, changing]
         self._job[t.COUNTED] = average == "contributors" and not self._is_shared
         self._job[[t.EPILOGUE, t.LR, t.KEEP]] = _KINDS.index(epilogue.kind), *_bits(epilogue.lr, epilogue.keep).tolist()

@@ -16,12 +16,12 @@ from flexcomm.kernels.cpu.instructions import call_loop, floats_at, ints_at, lon
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those that loops read and write; others are converted before and after."""
 
-TENSOR_COLUMNS = 39
+TENSOR_COLUMNS = 37
 (
     X, DTYPE, STATE, STATE_OUT, FACTOR, KEY, START,
     CHUNKS, ROWS, COLS, CHUNK_ROWS, CHUNK_COLS, GRID_COLS, NUMEL, K, FIRST_ENTRY, TAU_BITS,
     CODE, LOW_BITS, ENTRY_BITS, CHUNK_BITS, VALUE_PADDING, INDICES, SCALES, VALUES,
-    VALUE_CODE, EVERYTHING, BINS, FILLS_BINS, FIRST_PASS, LAST_PASS,
+    VALUE_CODE, EVERYTHING, BINS, FILLS_BINS,
     DOWN, DOWN_STEPS, DOWN_FACTORS, DOWN_COUNT, ALONG, ALONG_STEPS, ALONG_FACTORS, ALONG_COUNT,
 ) = range(TENSOR_COLUMNS)  # fmt: skip
 """The columns of a table of tensors.
@@ -29,16 +29,17 @@ TENSOR_COLUMNS = 39
 The first seven change from call to call: addresses of tensor and states, the number of its dtype in DTYPES, the factor
 of coefficients as the bits of a float32, and the sample key. FIRST_ENTRY counts through the table; INDICES, SCALES and
 VALUES are the words of a buffer at which sections begin, VALUE_PADDING the bits behind the values of each chunk.
-Whether EVERYTHING is sent, whether the selection FILLS_BINS itself; FIRST_PASS and LAST_PASS are addresses of codelets;
-the rest are the lists of the transform, for columns (DOWN) and rows (ALONG).
+Whether EVERYTHING is sent, whether the selection FILLS_BINS itself; the rest are the lists of the transform, for
+columns (DOWN) and rows (ALONG).
 """
 
-JOB_NUMBERS = 35
+JOB_NUMBERS = 39
 (
     FIRST, LAST, FAILED, LIMIT, DECAY, STAYS, WORDS, NWORDS,
     SENDERS, STARTS, ROW_PITCH, COUNTED, DIVISOR, EPILOGUE, LR, KEEP,
     COEFS, TILES, TOPS, MEMORY, PICKS, PICK_PITCH, IS_BLOCK, SENT, SENT_PITCH,
-    BEFORE, BEFORE_PITCH, BOUND, COUNTS, SOURCE, TARGET, PITCH, STATE_AT, MAXIMA, AHEAD,
+    BEFORE, BEFORE_PITCH, BOUND, COUNTS,
+    SOURCE, TARGET, TURNED, PITCH, STATE_AT, AHEAD, STATE_AHEAD, MAXIMA, TURNED_ROWS, GROUPS,
 ) = range(JOB_NUMBERS)  # fmt: skip
 """What a loop is told beside a tensor.
 

@@ -18,10 +18,22 @@ from flexcomm.kernels import butterflies
 from flexcomm.kernels.base import EpilogueKind, Problem
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.bits import bf16_value, fp16_bits, fp16_value, nearest_bf16
-from flexcomm.kernels.cpu.codelets import LANES, LENGTH, LINE, SQUARE_BINS
+from flexcomm.kernels.cpu.codelets import (
+    LANES,
+    LENGTH,
+    SQUARE,
+    SQUARE_BINS,
+    accumulate_square,
+    dct_flat,
+    dct_square,
+    idct_flat,
+    idct_square,
+    load_square,
+    scale_square,
+    step_square,
+)
 from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.instructions import (
-    call_loop,
     floats_at,
     halves_at,
     ints_at,
@@ -31,7 +43,6 @@ from flexcomm.kernels.cpu.instructions import (
 )
 from flexcomm.kernels.cpu.tables import coefs_at, entries_in, float_of, picks_of, sent_of
 
-SQUARE = LENGTH * LENGTH
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _BF16, _FP16 = (t.DTYPES.index(dtype) for dtype in (torch.bfloat16, torch.float16))
@@ -79,6 +90,7 @@ def load_block(row: Longs, place: Int, rows: Int, cols: Int, tile: Int, width: I
     for i in range(rows):
         source, line = element_at(row, place + i * row[t.COLS]), floats_at(tile + 4 * i * width)
         given, halves = floats_at(source), halves_at(source)
+        # A loop for each dtype: only so they fit into vectors.
         if row[t.DTYPE] == _BF16:
             for j in range(cols):
                 line[j] = bf16_value(halves[j])
@@ -119,40 +131,35 @@ def block_of(row: Longs, chunk: Int) -> tuple[Int, Int, Int]:
 
 
 @compiled
-def ahead_of(chunk: Int, pitch: Int, lane: Int) -> Int:
-    """Return where the codelet of some lanes begins to fetch the next chunk, whose address is given.
-
-    Vectors may be shorter than a line of cache: then those of one line each fetch a share of the rows.
-    """
-    return chunk + 4 * (lane // LINE * LINE + lane % LINE // LANES * (LENGTH * LANES // LINE) * pitch)
+def is_whole(row: Longs, rows: Int, cols: Int) -> Int:
+    """Return whether a square is one of floats, and entirely inside of the tensor."""
+    return rows == LENGTH and cols == LENGTH and row[t.DTYPE] == 0
 
 
 @cached_kernel
-def accumulate_square(row: Longs, job: Longs) -> Int:
+def accumulate_squares(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of squares of 64 by 64, and their maxima."""
-    tile, edge, maxima = job[t.TILES], job[t.TILES] + 4 * SQUARE, job[t.TILES] + 8 * SQUARE
-    clear(job[t.TOPS], (job[t.LAST] - job[t.FIRST]) * SQUARE_BINS)
+    tile = job[t.TILES]
+    job[t.TARGET], job[t.TURNED], job[t.PITCH] = tile, tile + 4 * SQUARE, row[t.COLS]
     for at in range(job[t.FIRST], job[t.LAST]):
         (place, rows, cols), after = block_of(row, at), min(at + 1, row[t.CHUNKS] - 1)
-        source, pitch, ahead = element_at(row, place), row[t.COLS], element_at(row, block_of(row, after)[0])
-        if rows < LENGTH or cols < LENGTH or row[t.DTYPE]:
-            clear(edge, SQUARE)
-            load_block(row, place, rows, cols, edge, LENGTH)
-            source, pitch, ahead = edge, LENGTH, edge
-        clear(maxima, LANES)
-        job[t.PITCH], job[t.MAXIMA] = pitch, maxima
-        for lane in range(0, LENGTH, LANES):
-            job[t.SOURCE], job[t.TARGET] = source + 4 * lane, tile + 4 * lane * LENGTH
-            job[t.AHEAD] = ahead_of(ahead, pitch, lane)
-            call_loop(row[t.FIRST_PASS], row, job)
-        if largest(maxima, LANES) >= job[t.LIMIT]:
+        job[t.AHEAD], job[t.STATE_AHEAD] = element_at(row, block_of(row, after)[0]), row[t.STATE] + 4 * SQUARE * after
+        if is_whole(row, rows, cols):
+            job[t.SOURCE] = element_at(row, place)
+            top = load_square(row, job)
+        else:
+            clear(tile, SQUARE)
+            load_block(row, place, rows, cols, tile, LENGTH)
+            top = largest(tile, SQUARE)
+        if top >= job[t.LIMIT]:
             return nonfinite_at(job, at)
+        dct_square(row, job)
+        job[t.SOURCE], job[t.STATE_AT] = coefs_at(row, job, at), row[t.STATE] + 4 * SQUARE * at
         job[t.MAXIMA] = job[t.TOPS] + 4 * SQUARE_BINS * (at - job[t.FIRST])
-        for lane in range(0, LENGTH, LANES):
-            job[t.SOURCE], job[t.TARGET] = tile + 4 * lane, coefs_at(row, job, at) + 4 * lane
-            job[t.STATE_AT] = row[t.STATE] + 4 * (SQUARE * at + lane)
-            job[t.AHEAD] = ahead_of(row[t.STATE] + 4 * SQUARE * after, LENGTH, lane)
-            call_loop(row[t.LAST_PASS], row, job)
+        if row[t.STATE]:
+            accumulate_square(row, job)
+        else:
+            scale_square(row, job)
     return 0
 
 
@@ -171,7 +178,7 @@ def accumulate_flat(row: Longs, job: Longs) -> Int:
         if largest(source, LANES * LENGTH) >= job[t.LIMIT]:
             return nonfinite_at(job, at)
         job[t.SOURCE] = source
-        call_loop(row[t.FIRST_PASS], row, job)
+        dct_flat(row, job)
         add_state(row, job, at, many * LENGTH, _ONE, tile)
     return 0
 
@@ -407,16 +414,18 @@ def sort_columns(total: Floats, touched: Ints, count: Int, columns: Floats, slot
 
 
 @cached_kernel
-def decode_square(row: Longs, job: Longs) -> Int:
+def decode_squares(row: Longs, job: Longs) -> Int:
     """Finish squares of 64 by 64.
 
     Columns of a chunk without a coefficient are zero: those with one are transformed side by side, then the rows.
     """
     everything, total, columns = row[t.EVERYTHING], job[t.TILES], job[t.TILES] + 4 * SQUARE
-    turned, edge = columns + 4 * SQUARE, columns + 8 * SQUARE
+    turned, tile = columns + 4 * SQUARE, columns + 8 * SQUARE
     marks, touched = job[t.MEMORY], job[t.MEMORY] + 4 * SQUARE
-    slots, target_list = longs_at(touched + 4 * (SQUARE + LINE)), touched + 4 * (SQUARE + LINE) + 8 * LENGTH
-    targets = longs_at(target_list)
+    slots, turned_rows = longs_at(touched + 4 * (SQUARE + LANES)), touched + 4 * (SQUARE + LANES) + 8 * LENGTH
+    rows_of = longs_at(turned_rows)
+    job[t.SOURCE], job[t.TARGET], job[t.TURNED], job[t.TURNED_ROWS] = columns, tile, turned, turned_rows
+    job[t.PITCH] = row[t.COLS]
     clear(total, 3 * SQUARE)
     clear(marks, SQUARE)
     for column in range(LENGTH):
@@ -427,14 +436,14 @@ def decode_square(row: Longs, job: Longs) -> Int:
         if not everything:
             used = sort_columns(floats_at(total), ints_at(touched), count, floats_at(columns), slots)
         for lane in range(used, used + LANES):
-            targets[lane] = edge
+            rows_of[lane] = tile
         for column in range(LENGTH):
             if slots[column] >= 0:
-                targets[slots[column]] = turned + 4 * LENGTH * column
-        for lane in range(0, used, LANES):
-            job[t.SOURCE], job[t.TARGET] = (total if everything else columns) + 4 * lane, target_list + 8 * lane
-            call_loop(row[t.FIRST_PASS], row, job)
-        finish_square(row, job, at, turned, edge)
+                rows_of[slots[column]] = turned + 4 * LENGTH * column
+        job[t.SOURCE], job[t.GROUPS] = total if everything else columns, -(-used // LANES)
+        job[t.AHEAD] = element_at(row, block_of(row, min(at + 1, row[t.CHUNKS] - 1))[0])
+        idct_square(row, job)
+        finish_square(row, job, at, tile)
         if everything:
             clear(total, SQUARE)
         else:
@@ -443,21 +452,15 @@ def decode_square(row: Longs, job: Longs) -> Int:
 
 
 @compiled
-def finish_square(row: Longs, job: Longs, chunk: Int, turned: Int, edge: Int) -> None:
-    """Transform the rows of a square back, and do the epilogue."""
-    (place, rows, cols), after = block_of(row, chunk), min(chunk + 1, row[t.CHUNKS] - 1)
-    own, pitch, ahead = element_at(row, place), row[t.COLS], element_at(row, block_of(row, after)[0])
-    is_edge = rows < LENGTH or cols < LENGTH or row[t.DTYPE] != 0
-    if is_edge:
-        load_block(row, place, rows, cols, edge, LENGTH)
-        own, pitch, ahead = edge, LENGTH, edge
-    job[t.PITCH] = pitch
-    for lane in range(0, LENGTH, LANES):
-        job[t.SOURCE], job[t.TARGET] = turned + 4 * lane, own + 4 * lane
-        job[t.AHEAD] = ahead_of(ahead, pitch, lane)
-        call_loop(row[t.LAST_PASS], row, job)
-    if is_edge:
-        store_block(row, place, rows, cols, edge, LENGTH)
+def finish_square(row: Longs, job: Longs, chunk: Int, tile: Int) -> None:
+    """Do the epilogue of a square."""
+    place, rows, cols = block_of(row, chunk)
+    if is_whole(row, rows, cols):
+        job[t.SOURCE] = element_at(row, place)
+        step_square(row, job)
+    else:
+        for i in range(rows):
+            finish(row, job, place + i * row[t.COLS], tile + 4 * i * LENGTH, cols, tile + 4 * SQUARE)
 
 
 @compiled
@@ -482,7 +485,7 @@ def decode_flat(row: Longs, job: Longs) -> Int:
         clear(tile, LANES * LENGTH)
         many = min(LANES, job[t.LAST] - at)
         add_chunks(row, job, at, many, tile, marks, touched)
-        call_loop(row[t.FIRST_PASS], row, job)
+        idct_flat(row, job)
         numel = min(many * LENGTH, row[t.COLS] - at * LENGTH)
         finish(row, job, at * LENGTH, tile, numel, tile + 4 * LANES * LENGTH)
     return 0
