@@ -22,7 +22,7 @@ from flexcomm import Compressor, Epilogue, TensorSpec, demo, random_k, striding,
 from flexcomm.codec import plan_buffer
 from flexcomm.kernels import Region, StateUpdate, Status
 from flexcomm.kernels.cpu.kernels import CpuDecoder, CpuEncoder, CpuKernels
-from flexcomm.kernels.cpu.selection import PICKERS
+from flexcomm.kernels.cpu.selection import picker_of
 from flexcomm.kernels.layout import IndexCode
 
 ALL = "all"
@@ -161,7 +161,7 @@ class StagedCodec:
     def _make_encoders(self) -> dict[str, CpuEncoder]:
         """Return encoders that run growing prefixes of the loops, by the stage that comes last in each."""
         plan, sends_indices = self._plan.plans[0], self._plan.layouts[0].code is not IndexCode.NONE
-        picked = ["pick"] if plan.selection in PICKERS else []
+        picked = ["pick"] if picker_of(plan) else []
         stages = [_REST_OF_ENCODE, _ACCUMULATE, *picked, *(["put indices"] if sends_indices else []), "put values"]
         encoders = {stage: CpuKernels().encoder(self._plan, self._words) for stage in stages}
         for count, encoder in enumerate(encoders.values()):

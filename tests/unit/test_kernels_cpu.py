@@ -47,7 +47,16 @@ BLOCK_NUMEL = "flexcomm.kernels.cpu.groups.BLOCK_NUMEL"
 LOOPS = {
     *("accumulate_any", "accumulate_flat", "accumulate_plain", "accumulate_squares", "check_headers", "check_values"),
     *("count_reaching", "fill_histogram", "mix_halves", "mix_many", "mix_two", "pick_threshold", "pick_top_k"),
-    *("pick_random_k", "pick_striding", "put_indices", "read_counts", "read_indices", "decode_any", "decode_flat"),
+    *(
+        "pick_random_k",
+        "pick_striding",
+        "pick_top_k_of_rows",
+        "put_indices",
+        "read_counts",
+        "read_indices",
+        "decode_any",
+        "decode_flat",
+    ),
     *("decode_plain", "decode_squares", "put_counts", "write_header", "add_sent", "run_loops"),
 }
 COMPILED = ("flexcomm.kernels.cpu.selection", "pick_top_k")

@@ -116,6 +116,7 @@ class _Emitter:
         self.epilogue = self._number(job, t.EPILOGUE)
         self.decay, self.keep, self.lr = (self._spread(job, number) for number in (t.DECAY, t.KEEP, t.LR))
         self.factor = self._spread(row, t.FACTOR)
+        self.k = builder.bitcast(self._spread(row, t.K), _INTS)
 
     def _number(self, numbers: Any, place: int) -> Any:
         return self.builder.load(self.builder.gep(numbers, [ir.Constant(_LONG, place)]))
@@ -292,6 +293,46 @@ def _flat(emit: _Emitter, *, program: butterflies.Program) -> None:
     _transform(builder, program, load, lambda number, x: turned(number, builder.fmul(x, emit.factor)))
 
 
+def _find_bounds(emit: _Emitter) -> None:
+    builder, signed = emit.builder, emit.builder.icmp_signed
+    for block in range(0, LENGTH, LANES):
+        rows = [emit.load(emit.at(emit.source, LENGTH, lane, block)) for lane in range(LANES)]
+        for number, row in enumerate(_turn(builder, rows)):
+            emit.store(emit.magnitude(row), emit.at(emit.target, LANES, block + number))
+    top = emit.load(emit.target, _INTS)
+    for number in range(1, LENGTH):
+        top = emit.larger(emit.load(emit.at(emit.target, LANES, number), _INTS), top)
+    zero, one = (ir.Constant(_INTS, [number] * LANES) for number in (0, 1))
+    low, high = emit.variable(zero), emit.variable(builder.add(top, one))
+    reaching_low, guesses = emit.variable(ir.Constant(_INTS, [LENGTH] * LANES)), emit.variable(ir.Constant(_INT, 0))
+    again, after = builder.append_basic_block(), builder.append_basic_block()
+    builder.branch(again)
+    builder.position_at_end(again)
+    least, most, number = builder.load(low), builder.load(high), builder.load(guesses)
+    # The middle of the values finds the bound soonest; now and then that of their bits, in case it is near zero.
+    sum_of_both = builder.fadd(builder.bitcast(least, _VECTOR), builder.bitcast(most, _VECTOR))
+    middle = builder.bitcast(builder.fmul(sum_of_both, ir.Constant(_VECTOR, [0.5] * LANES)), _INTS)
+    of_bits = signed("==", builder.and_(number, ir.Constant(_INT, 3)), ir.Constant(_INT, 3))
+    guess = builder.select(of_bits, builder.lshr(builder.add(least, most), one), middle)
+    builder.store(builder.add(number, ir.Constant(_INT, 1)), guesses)
+    ceiling = builder.sub(most, one)
+    guess = emit.larger(builder.select(signed("<", guess, ceiling), guess, ceiling), least)
+    reaching = [zero] * 4
+    for place in range(LENGTH):
+        reaches = signed(">=", emit.load(emit.at(emit.target, LANES, place), _INTS), guess)
+        reaching[place % 4] = builder.sub(reaching[place % 4], builder.sext(reaches, _INTS))
+    count = builder.add(builder.add(*reaching[:2]), builder.add(*reaching[2:]))
+    is_left = builder.and_(signed("!=", builder.load(reaching_low), emit.k), signed("<", least, ceiling))
+    enough = builder.and_(signed(">=", count, emit.k), is_left)
+    fewer = builder.and_(signed("<", count, emit.k), is_left)
+    for held, chosen, value in ((low, enough, guess), (reaching_low, enough, count), (high, fewer, guess)):
+        builder.store(builder.select(chosen, value, builder.load(held)), held)
+    lanes = ir.IntType(LANES)
+    builder.cbranch(builder.icmp_unsigned("!=", builder.bitcast(is_left, lanes), ir.Constant(lanes, 0)), again, after)
+    builder.position_at_end(after)
+    emit.store(builder.load(low), emit.maxima)
+
+
 def _align_stack(builder: Any) -> None:
     """Have the stack begin where a vector may: spilled vectors that straddle lines of cache cost half as much again."""
     own = cgutils.alloca_once(builder, _VECTOR)  # type: ignore[no-untyped-call]
@@ -328,3 +369,6 @@ dct_flat = _codelet(partial(_flat, program=_FORWARD))
 """The DCT along some rows of 64 elements, one behind the other, times FACTOR: turned, transformed, turned back."""
 idct_flat = _codelet(partial(_flat, program=_BACK))
 """The inverse of ``dct_flat``."""
+find_bounds = _codelet(_find_bounds)
+"""Of as many rows of 64 floats as a vector has lanes, one behind the other: the largest bounds that at least K of their
+magnitudes reach, or bounds that exactly so many reach, as bits, to MAXIMA; TARGET is scratch."""

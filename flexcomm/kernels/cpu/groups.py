@@ -14,12 +14,12 @@ from torch import Tensor
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu import transform
-from flexcomm.kernels.cpu.codelets import LANES, LENGTH, SQUARE_BINS
+from flexcomm.kernels.cpu.codelets import LANES, LENGTH, SQUARE, SQUARE_BINS
 from flexcomm.kernels.cpu.instructions import WINDOW
-from flexcomm.kernels.cpu.selection import SELECTIONS, bins_for
+from flexcomm.kernels.cpu.selection import MOST_BEHIND, SELECTIONS, bins_for, picker_of
 from flexcomm.kernels.cpu.values import CODES
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout
-from flexcomm.kernels.plan import SampleKey, Selection, TensorPlan, check_implemented, threshold_bits
+from flexcomm.kernels.plan import SampleKey, TensorPlan, check_implemented, threshold_bits
 
 Loop = Callable[..., Any]
 
@@ -54,7 +54,7 @@ class Group:
     cuts: NDArray[np.int64]
     accumulate: Loop
     decode: Loop
-    selection: Selection
+    pick: Loop | None
     sends_indices: bool
     sizes: ScratchSizes
     holds: list[Any] = field(repr=False)
@@ -93,7 +93,7 @@ def plan_groups(plan: BufferPlan, shown_as: BufferPlan, *, is_inverse: bool) -> 
     numbers: dict[Any, list[int]] = {}
     for number, (one, layout) in enumerate(zip(shown_as.plans, plan.layouts, strict=True)):
         check_implemented("cpu", one, SELECTIONS, CODES)
-        alike = (_find_loops(one), one.sends_everything, one.selection, layout.code is IndexCode.NONE, one.values)
+        alike = (_find_loops(one), picker_of(one), one.sends_everything, layout.code is IndexCode.NONE, one.values)
         numbers.setdefault((number,) if one.variable_count else alike, []).append(number)
     return [_make_group(plan, shown_as, own, is_inverse) for own in numbers.values()]
 
@@ -137,7 +137,7 @@ def _make_group(plan: BufferPlan, shown_as: BufferPlan, numbers: list[int], is_i
         np.flatnonzero(all_blocks[:, 1] % _CHUNKS_PER_WORD == 0),
         accumulate,
         decode,
-        Selection.EVERYTHING if plans[0].sends_everything else plans[0].selection,
+        picker_of(plans[0]),
         plan.layouts[numbers[0]].code is not IndexCode.NONE,
         ScratchSizes(*map(max, zip(*sizes, strict=True))),
         holds,
@@ -163,12 +163,12 @@ def _list(length: int, is_inverse: bool) -> tuple[NDArray[Any], NDArray[Any], ND
 
 def _scratch_sizes(plan: TensorPlan, chunks: int, bins: int) -> ScratchSizes:
     numel, many = plan.chunk_numel, LANES if plan.chunk_rows == 1 else 1
-    tiles = max(5 * LENGTH * LENGTH, 2 * numel)
+    tiles = max(4 * SQUARE, 2 * numel, chunks * min(plan.k, numel))
     if plan.transformed:
         down, along = (
             max(plan_dct(side).height, plan_inverse_dct(side).height) for side in (plan.chunk_rows, plan.chunk_cols)
         )
         work = max(down * plan.chunk_cols, along * max(plan.chunk_rows, many))
         tiles = max(tiles, 2 * many * numel + work)
-    memory = max(2 * many * numel + 4 * WINDOW, 3 * LENGTH * LENGTH)
-    return ScratchSizes(chunks * numel, tiles, chunks * bins, memory, chunks * min(plan.k, numel))
+    memory = max(2 * many * numel + 4 * WINDOW, 2 * SQUARE)
+    return ScratchSizes(chunks * numel, tiles, chunks * bins, memory, chunks * min(plan.k, numel) + MOST_BEHIND)

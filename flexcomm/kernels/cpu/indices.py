@@ -14,6 +14,7 @@ from flexcomm.kernels.layout import IndexCode
 
 _PACKED = int(IndexCode.PACKED)
 _ELIAS_FANO = int(IndexCode.ELIAS_FANO)
+_BITMAP = int(IndexCode.BITMAP)
 _INDEX = int(Problem.INDEX)
 _WINDOW_BITS = 64
 _ONE = np.uint64(1)
@@ -43,6 +44,12 @@ def put_indices(row: Longs, job: Longs) -> Int:
             continue
         if code == _ELIAS_FANO and count * (low_bits + 1) + row[t.CHUNK_BITS] <= _WINDOW_BITS:
             put_short(words, position, low_bits, own, count)
+            continue
+        if code == _BITMAP and row[t.NUMEL] <= _WINDOW_BITS:
+            window = np.uint64(0)
+            for entry in range(count):
+                window |= _ONE << np.uint64(own[entry])
+            put_window(words, position, window, row[t.NUMEL])
             continue
         # Of a bitmap, there are no low bits, and bits do not move with the entries before them.
         put_numbers(words, position, low_bits, own, count)
@@ -133,7 +140,8 @@ def get_indices(words: FullWords, position: Int, row: Longs, picks: Ints, count:
             picks[entry] = (picks[entry] - entry) << low_bits
         add_numbers(words, position, low_bits, picks, count)
     else:
-        found = get_set_bits(words, position, numel, picks, count)
+        # Bits come in order, and from inside of the chunk alone.
+        return get_set_bits(words, position, numel, picks, count) == count
     wrong = np.int32(found != count)
     for entry in range(1, count):
         wrong |= np.int32(picks[entry] <= picks[entry - 1])

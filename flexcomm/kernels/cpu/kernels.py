@@ -285,8 +285,7 @@ Problems = list[tuple[Problem, int]]
 
 
 def _encode_loops(group: Group) -> tuple[Loop, ...]:
-    picker = selection.PICKERS.get(group.selection)
-    return (group.accumulate, *((picker,) if picker else ()), *_put_loops(group))
+    return (group.accumulate, *((group.pick,) if group.pick else ()), *_put_loops(group))
 
 
 def _put_loops(group: Group) -> tuple[Loop, ...]:
@@ -296,7 +295,7 @@ def _put_loops(group: Group) -> tuple[Loop, ...]:
 
 def _read_loops(group: Group) -> tuple[Loop, ...]:
     """Return what finds the picks and values of a block."""
-    picker = indices.read_indices if group.sends_indices else selection.PICKERS.get(group.selection)
+    picker = indices.read_indices if group.sends_indices else group.pick
     get_values = values.CODES[group.values][1]
     return (get_values, picker) if picker else (get_values,)
 
@@ -429,7 +428,7 @@ class _Received:
         if variable_count:
             job[[t.BEFORE, t.BEFORE_PITCH]] = self.before.ctypes.data, self.before.shape[1]
         job[t.ROW_PITCH] = group.table.size if places_vary else 0
-        self._is_drawn = self._is_shared and group.selection in selection.PICKERS
+        self._is_drawn = self._is_shared and group.pick is not None
         # A check is about one sender alone.
         self._check_jobs = np.repeat(job[None], senders, axis=0)
         for sender, own in enumerate(self._check_jobs):
@@ -443,8 +442,8 @@ class _Received:
         return _addresses((indices.read_indices, *checked) if self.group.sends_indices else checked)
 
     def decode_loops(self) -> tuple[Loop, ...]:
-        drawn = (selection.PICKERS[self.group.selection],) if self._is_drawn else ()
-        return (values.CODES[self.group.values][1], *drawn, self.group.decode)
+        drawn = self.group.pick if self._is_drawn else None
+        return (values.CODES[self.group.values][1], *((drawn,) if drawn else ()), self.group.decode)
 
     def place(self, sender: int, number: int, layout: Layout, position: int) -> None:
         """Fill in where a sender's payload of a tensor is."""

@@ -7,15 +7,18 @@ from collections.abc import Callable
 import numpy as np
 
 from flexcomm.kernels.cpu import tables as t
+from flexcomm.kernels.cpu.codelets import LANES, LENGTH, find_bounds
 from flexcomm.kernels.cpu.compiler import Int, Ints, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.instructions import WINDOW, count_bits, ints_at, longs_at, lowest_bit, reaching
 from flexcomm.kernels.cpu.tables import coefs_at, entries_in, picks_of
-from flexcomm.kernels.plan import BIN_SHIFT, Selection
+from flexcomm.kernels.plan import BIN_SHIFT, Selection, TensorPlan
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _TWO_OCTAVES = 2 << 23
 _LOW32 = 0xFFFFFFFF
 _MOST_BINS = 1024
+MOST_BEHIND = 4
+"""How many entries behind the last pick :func:`list_bits` may write."""
 
 
 def bins_for(numel: int, k: int) -> int:
@@ -79,14 +82,14 @@ def collect(address: Int, windows: Int, bound: Int, picks: Ints) -> Int:
 def list_bits(bits: Int, first: Int, picks: Ints, found: Int) -> Int:
     """Fill ``picks`` from ``found`` on with the places of the bits that are set; return where they end.
 
-    Up to four entries behind that are written, too: how many bits follow is as good as random, and a mispredicted jump
-    costs more than a few stores.
+    Some entries behind that are written, too: how many bits follow is as good as random, and a mispredicted jump costs
+    more than a few stores.
     """
     end = found + np.int64(count_bits(bits))
-    for entry in range(found, found + 4):
+    for entry in range(found, found + MOST_BEHIND):
         picks[entry] = first + np.int64(lowest_bit(bits))
         bits &= bits - np.uint64(1)
-    for entry in range(found + 4, end):
+    for entry in range(found + MOST_BEHIND, end):
         picks[entry] = first + np.int64(lowest_bit(bits))
         bits &= bits - np.uint64(1)
     return end
@@ -147,6 +150,35 @@ def pick_top_k(row: Longs, job: Longs) -> Int:
             drop_last(few, bound + 1, k, picks, count)
         for entry in range(k):
             chosen[entry] = picks[entry]
+    return 0
+
+
+@cached_kernel
+def pick_top_k_of_rows(row: Longs, job: Longs) -> Int:
+    """Pick as :func:`pick_top_k` does, of chunks of 64, so many at a time as a vector has lanes."""
+    k, rows, bounds = row[t.K], job[t.TILES], ints_at(job[t.TOPS])
+    job[t.TARGET], job[t.MAXIMA] = rows + 4 * LANES * LENGTH, job[t.TOPS]
+    for begin in range(job[t.FIRST], job[t.LAST], LANES):
+        many, source = min(LANES, job[t.LAST] - begin), coefs_at(row, job, begin)
+        if many < LANES:
+            # What is behind the last chunk is not ours.
+            copied, coefs = ints_at(rows), ints_at(source)
+            for i in range(LANES * LENGTH):
+                copied[i] = coefs[i] if i < many * LENGTH else 0
+            source = rows
+        job[t.SOURCE] = source
+        find_bounds(row, job)
+        for number in range(many):
+            address = source + 4 * LENGTH * number
+            bits = reaching(address, bounds[number])
+            spare = np.int64(count_bits(bits)) - k
+            if spare > 0:
+                # Of equals the last ones stay.
+                equal = bits & ~reaching(address, np.int32(bounds[number] + 1))
+                for _ in range(np.int64(count_bits(equal)) - spare):
+                    equal &= equal - np.uint64(1)
+                bits &= ~equal
+            list_bits(bits, 0, picks_of(row, job, 0, begin + number), 0)
     return 0
 
 
@@ -313,6 +345,13 @@ def pick_striding(row: Longs, job: Longs) -> Int:
         for entry in range(k):
             chosen[entry] = pattern[entry]
     return 0
+
+
+def picker_of(plan: TensorPlan) -> Callable[[Longs, Longs], Int] | None:
+    """Return the loop that picks what is sent of chunks; None if all is sent, or a number that depends on the data."""
+    if plan.selection is Selection.TOP_K and plan.chunk_numel == LENGTH:
+        return pick_top_k_of_rows
+    return None if plan.sends_everything else PICKERS.get(plan.selection)
 
 
 PICKERS: dict[Selection, Callable[[Longs, Longs], Int]] = {

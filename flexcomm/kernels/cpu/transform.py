@@ -38,6 +38,7 @@ from flexcomm.kernels.cpu.instructions import (
     halves_at,
     ints_at,
     longs_at,
+    lowest_bit,
     prefetch,
     words_at,
 )
@@ -276,7 +277,7 @@ def transpose(source: Int, rows: Int, cols: Int, target: Int) -> None:
 @cached_kernel
 def accumulate_any(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of chunks of any size, by lists."""
-    height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], side_by_side(row)
+    height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], at_once(row)
     room = many * row[t.NUMEL]
     tile, turned, work = job[t.TILES], job[t.TILES] + 4 * room, job[t.TILES] + 8 * room
     for at in range(job[t.FIRST], job[t.LAST], many):
@@ -300,7 +301,7 @@ def accumulate_any(row: Longs, job: Longs) -> Int:
 
 
 @compiled
-def side_by_side(row: Longs) -> Int:
+def at_once(row: Longs) -> Int:
     """Return how many chunks are transformed together."""
     return LANES if row[t.CHUNK_ROWS] == 1 else 1
 
@@ -321,37 +322,60 @@ def add_sent(row: Longs, job: Longs) -> Int:
 
 
 @compiled
-def add_chunks(row: Longs, job: Longs, chunk: Int, many: Int, into: Int, marks: Int, list_at: Int) -> Int:
+def sum_chunks(row: Longs, job: Longs, chunk: Int, many: Int, into: Int, counts: Int) -> None:
     """Add what all senders sent of some chunks to what is ``into``, which is zero, in their order, and divide.
 
-    Returns how many coefficients are listed; none, if everything was sent. ``marks`` are zero before and after.
+    ``counts``, of how many senders sent each coefficient, are zero before and after.
     """
-    places, numel = 0, row[t.NUMEL]
-    total, given, touched = floats_at(into), ints_at(marks), ints_at(list_at)
+    numel, total, given, divides = row[t.NUMEL], floats_at(into), ints_at(counts), has_divisor(job)
+    if row[t.EVERYTHING]:
+        sum_everything(row, job, chunk, many * numel, total)
+        return
     for sender in range(job[t.SENDERS]):
-        values, picks, entry = sent_of(row, job, sender, chunk), picks_of(row, job, sender, chunk), 0
-        if row[t.EVERYTHING]:
-            for i in range(many * numel):
-                total[i] += values[i]
-            continue
+        values, picks, begin = sent_of(row, job, sender, chunk), picks_of(row, job, sender, chunk), 0
         for number in range(many):
-            end = entry + entries_in(row, job, sender, chunk + number)
-            while entry < end:
+            end = begin + entries_in(row, job, sender, chunk + number)
+            for entry in range(begin, end):
                 at = number * numel + picks[entry]
                 total[at] += values[entry]
-                touched[places] = at
-                places += given[at] == 0
-                given[at] += 1
-                entry += 1
-    if row[t.EVERYTHING] and job[t.DIVISOR] != 1:
-        for i in range(many * numel):
+                if divides:
+                    given[at] += 1
+            begin = end
+    for sender in range(job[t.SENDERS] if divides else 0):
+        picks, begin = picks_of(row, job, sender, chunk), 0
+        for number in range(many):
+            end = begin + entries_in(row, job, sender, chunk + number)
+            for entry in range(begin, end):
+                divide(job, total, given, number * numel + picks[entry])
+            begin = end
+
+
+@compiled
+def sum_everything(row: Longs, job: Longs, chunk: Int, numel: Int, total: Floats) -> None:
+    """Add what all senders sent of some chunks of which they send everything, and divide."""
+    for sender in range(job[t.SENDERS]):
+        values = sent_of(row, job, sender, chunk)
+        for i in range(numel):
+            total[i] += values[i]
+    if has_divisor(job):
+        for i in range(numel):
             total[i] = total[i] / np.float32(job[t.DIVISOR])
-    for place in range(places):
-        at = touched[place]
-        # By one does not change a bit.
-        total[at] = total[at] / np.float32(given[at] if job[t.COUNTED] else job[t.DIVISOR])
-        given[at] = 0
-    return places
+
+
+@compiled
+def has_divisor(job: Longs) -> Int:
+    """Return whether sums are divided by more than one."""
+    return job[t.SENDERS] > 1 or (job[t.DIVISOR] > 1 and job[t.COUNTED] == 0)
+
+
+@compiled
+def divide(job: Longs, total: Floats, given: Ints, at: Int) -> None:
+    """Divide a sum by how many senders sent it or by their number, if that has not been done, and forget the count."""
+    count = given[at] if job[t.COUNTED] or given[at] == 0 else job[t.DIVISOR]
+    # By one does not change a bit.
+    if count > 1:
+        total[at] = total[at] / np.float32(count)
+    given[at] = 0
 
 
 @compiled
@@ -396,21 +420,44 @@ def step_element(row: Longs, job: Longs, place: Int, average: Float) -> None:
 
 
 @compiled
-def sort_columns(total: Floats, touched: Ints, count: Int, columns: Floats, slots: Longs) -> Int:
-    """Copy the columns of a square that hold something side by side; return how many there are.
+def find_columns(row: Longs, job: Longs, chunk: Int, turned: Int, slots: Longs, rows_of: Longs) -> Int:
+    """Find the columns of a square of which anything was sent; return how many there are.
 
-    ``slots`` are their new places, -1 for the others.
+    ``slots`` are their places side by side, ``rows_of`` the addresses of the rows of ``turned`` that they become.
     """
-    used = 0
-    for place in range(count):
-        at = touched[place]
-        column = at & (LENGTH - 1)
-        if slots[column] < 0:
-            slots[column] = used
-            used += 1
-        columns[at - column + slots[column]] = total[at]
-        total[at] = _ZERO
+    used, bits = 0, np.uint64(0)
+    for sender in range(job[t.SENDERS]):
+        picks = picks_of(row, job, sender, chunk)
+        for entry in range(entries_in(row, job, sender, chunk)):
+            bits |= np.uint64(1) << np.uint64(picks[entry] & (LENGTH - 1))
+    while bits:
+        column = np.int64(lowest_bit(bits))
+        slots[column], rows_of[used] = used, turned + 4 * LENGTH * column
+        bits &= bits - np.uint64(1)
+        used += 1
     return used
+
+
+@compiled
+def sum_columns(row: Longs, job: Longs, chunk: Int, columns: Floats, given: Ints, slots: Longs) -> None:
+    """Add what all senders sent of a square, as :func:`sum_chunks` does, to its columns side by side."""
+    for sender in range(job[t.SENDERS]):
+        picks, values = picks_of(row, job, sender, chunk), sent_of(row, job, sender, chunk)
+        for entry in range(entries_in(row, job, sender, chunk)):
+            at = side_by_side(picks[entry], slots)
+            columns[at] += values[entry]
+            given[at] += 1
+    for sender in range(job[t.SENDERS]):
+        picks = picks_of(row, job, sender, chunk)
+        for entry in range(entries_in(row, job, sender, chunk)):
+            divide(job, columns, given, side_by_side(picks[entry], slots))
+
+
+@compiled
+def side_by_side(place: Int, slots: Longs) -> Int:
+    """Return where an element of a square is when only some of its columns are there, side by side."""
+    column = place & (LENGTH - 1)
+    return place - column + slots[column]
 
 
 @cached_kernel
@@ -419,36 +466,43 @@ def decode_squares(row: Longs, job: Longs) -> Int:
 
     Columns of a chunk without a coefficient are zero: those with one are transformed side by side, then the rows.
     """
-    everything, total, columns = row[t.EVERYTHING], job[t.TILES], job[t.TILES] + 4 * SQUARE
-    turned, tile = columns + 4 * SQUARE, columns + 8 * SQUARE
-    marks, touched = job[t.MEMORY], job[t.MEMORY] + 4 * SQUARE
-    slots, turned_rows = longs_at(touched + 4 * (SQUARE + LANES)), touched + 4 * (SQUARE + LANES) + 8 * LENGTH
-    rows_of = longs_at(turned_rows)
-    job[t.SOURCE], job[t.TARGET], job[t.TURNED], job[t.TURNED_ROWS] = columns, tile, turned, turned_rows
-    job[t.PITCH] = row[t.COLS]
-    clear(total, 3 * SQUARE)
-    clear(marks, SQUARE)
+    everything, columns, turned = row[t.EVERYTHING], job[t.TILES], job[t.TILES] + 4 * SQUARE
+    tile, counts, slots_at = turned + 4 * SQUARE, job[t.MEMORY], job[t.MEMORY] + 4 * SQUARE
+    slots, rows_of = longs_at(slots_at), longs_at(slots_at + 8 * LENGTH)
+    job[t.TARGET], job[t.TURNED], job[t.TURNED_ROWS], job[t.PITCH] = tile, turned, slots_at + 8 * LENGTH, row[t.COLS]
+    clear(columns, 2 * SQUARE)
+    clear(counts, SQUARE)
     for column in range(LENGTH):
-        slots[column] = column if everything else -1
+        rows_of[column] = turned + 4 * LENGTH * column
     for at in range(job[t.FIRST], job[t.LAST]):
-        count = add_chunks(row, job, at, 1, total, marks, touched)
         used = LENGTH
-        if not everything:
-            used = sort_columns(floats_at(total), ints_at(touched), count, floats_at(columns), slots)
+        if everything:
+            sum_everything(row, job, at, SQUARE, floats_at(columns))
+        else:
+            used = find_columns(row, job, at, turned, slots, rows_of)
+            sum_columns(row, job, at, floats_at(columns), ints_at(counts), slots)
         for lane in range(used, used + LANES):
             rows_of[lane] = tile
-        for column in range(LENGTH):
-            if slots[column] >= 0:
-                rows_of[slots[column]] = turned + 4 * LENGTH * column
-        job[t.SOURCE], job[t.GROUPS] = total if everything else columns, -(-used // LANES)
+        job[t.SOURCE], job[t.GROUPS] = columns, -(-used // LANES)
         job[t.AHEAD] = element_at(row, block_of(row, min(at + 1, row[t.CHUNKS] - 1))[0])
         idct_square(row, job)
         finish_square(row, job, at, tile)
         if everything:
-            clear(total, SQUARE)
+            clear(columns, SQUARE)
         else:
-            forget_columns(ints_at(touched), count, floats_at(columns), slots, turned)
+            forget_columns(row, job, at, floats_at(columns), slots)
+            for lane in range(used):
+                clear(rows_of[lane], LENGTH)
     return 0
+
+
+@compiled
+def forget_columns(row: Longs, job: Longs, chunk: Int, columns: Floats, slots: Longs) -> None:
+    """Zero what :func:`sum_columns` filled."""
+    for sender in range(job[t.SENDERS]):
+        picks = picks_of(row, job, sender, chunk)
+        for entry in range(entries_in(row, job, sender, chunk)):
+            columns[side_by_side(picks[entry], slots)] = _ZERO
 
 
 @compiled
@@ -463,28 +517,16 @@ def finish_square(row: Longs, job: Longs, chunk: Int, tile: Int) -> None:
             finish(row, job, place + i * row[t.COLS], tile + 4 * i * LENGTH, cols, tile + 4 * SQUARE)
 
 
-@compiled
-def forget_columns(touched: Ints, count: Int, columns: Floats, slots: Longs, turned: Int) -> None:
-    """Zero what :func:`sort_columns` filled, and the rows that it became."""
-    for place in range(count):
-        column = touched[place] & (LENGTH - 1)
-        columns[touched[place] - column + slots[column]] = _ZERO
-    for column in range(LENGTH):
-        if slots[column] >= 0:
-            slots[column] = -1
-            clear(turned + 4 * column * LENGTH, LENGTH)
-
-
 @cached_kernel
 def decode_flat(row: Longs, job: Longs) -> Int:
     """Finish rows of 64."""
-    tile, marks, touched = job[t.TILES], job[t.MEMORY], job[t.MEMORY] + 4 * LANES * LENGTH
-    clear(marks, LANES * LENGTH)
+    tile, counts = job[t.TILES], job[t.MEMORY]
+    clear(counts, LANES * LENGTH)
     job[t.SOURCE], job[t.TARGET] = tile, tile
     for at in range(job[t.FIRST], job[t.LAST], LANES):
         clear(tile, LANES * LENGTH)
         many = min(LANES, job[t.LAST] - at)
-        add_chunks(row, job, at, many, tile, marks, touched)
+        sum_chunks(row, job, at, many, tile, counts)
         idct_flat(row, job)
         numel = min(many * LENGTH, row[t.COLS] - at * LENGTH)
         finish(row, job, at * LENGTH, tile, numel, tile + 4 * LANES * LENGTH)
@@ -522,37 +564,45 @@ def decode_plain(row: Longs, job: Longs) -> Int:
     if touches_few and job[t.BEFORE] == 0 and (job[t.SENDERS] == 1 or job[t.PICK_PITCH] == 0):
         step_shared(row, job)
         return 0
-    tile, marks, list_at = job[t.TILES], job[t.MEMORY], job[t.MEMORY] + 4 * numel
-    average, touched = floats_at(tile), ints_at(list_at)
+    tile, counts, average = job[t.TILES], job[t.MEMORY], floats_at(job[t.TILES])
     clear(tile, numel)
-    clear(marks, numel)
+    clear(counts, numel)
     for at in range(job[t.FIRST], job[t.LAST]):
-        count = add_chunks(row, job, at, 1, tile, marks, list_at)
-        if not touches_few:
+        sum_chunks(row, job, at, 1, tile, counts)
+        if touches_few:
+            step_sent(row, job, at, average)
+        else:
             finish(row, job, at * numel, tile, min(numel, row[t.COLS] - at * numel), tile + 4 * numel)
             clear(tile, numel)
-            continue
-        for number in range(count):
-            index = touched[number]
-            if at * numel + index < row[t.COLS]:
-                step_element(row, job, at * numel + index, average[index])
-            average[index] = _ZERO
     return 0
+
+
+@compiled
+def step_sent(row: Longs, job: Longs, chunk: Int, average: Floats) -> None:
+    """Step the elements of a chunk that anybody sent, and zero their averages."""
+    for sender in range(job[t.SENDERS]):
+        picks = picks_of(row, job, sender, chunk)
+        for entry in range(entries_in(row, job, sender, chunk)):
+            index = picks[entry]
+            # An average of zero moves nothing, nor does one that another sender's entry has used.
+            if average[index] != _ZERO and chunk * row[t.NUMEL] + index < row[t.COLS]:
+                step_element(row, job, chunk * row[t.NUMEL] + index, average[index])
+            average[index] = _ZERO
 
 
 @cached_kernel
 def decode_any(row: Longs, job: Longs) -> Int:
     """Finish chunks of any size, by lists; they are those that lead back."""
     numel, factor, pitch = row[t.NUMEL], float_of(row[t.FACTOR]), row[t.COLS]
-    height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], side_by_side(row)
+    height, width, many = row[t.CHUNK_ROWS], row[t.CHUNK_COLS], at_once(row)
     room = many * numel
     tile, turned, work = job[t.TILES], job[t.TILES] + 4 * room, job[t.TILES] + 8 * room
-    marks, touched, averages = job[t.MEMORY], job[t.MEMORY] + 4 * room, floats_at(tile)
-    clear(marks, room)
+    counts, averages = job[t.MEMORY], floats_at(tile)
+    clear(counts, room)
     for at in range(job[t.FIRST], job[t.LAST], many):
         clear(tile, room)
         many_here = min(many, job[t.LAST] - at)
-        add_chunks(row, job, at, many_here, tile, marks, touched)
+        sum_chunks(row, job, at, many_here, tile, counts)
         if height == 1:
             transpose(tile, many, width, turned)
             transform(turned, width, many, tile, 1, width, row, t.ALONG, work)

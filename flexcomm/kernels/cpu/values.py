@@ -10,6 +10,7 @@ from flexcomm.kernels.base import Problem
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.bits import (
     bf16_up,
+    bf16_value,
     fp16_bits,
     fp16_value,
     from_bits,
@@ -26,7 +27,7 @@ from flexcomm.kernels.plan import ValueCode
 
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = np.int32(0x7F800000)
-_LARGEST_FP16 = 0x7BFF
+_LARGEST_BF16, _LARGEST_FP16 = 0x7F7F, 0x7BFF
 _SCALE_INFINITY = 0x7F80
 _ZERO = np.float32(0.0)
 _STATE, _SCALE, _VALUE = int(Problem.STATE), int(Problem.SCALE), int(Problem.VALUE)
@@ -57,24 +58,28 @@ def scales_at(row: Longs, job: Longs, sender: Int, chunk: Int, count: Int) -> In
 
 
 @compiled
-def take(row: Longs, job: Longs, chunk: Int, count: Int) -> Int:
-    """Return the address of what is picked of a chunk: scratch memory, or where it is, if everything is sent."""
+def take(row: Longs, job: Longs, chunk: Int, many: Int) -> Int:
+    """Return the address of what is picked of some chunks: scratch memory, or where it is, if everything is sent."""
     if row[t.EVERYTHING]:
         return coefs_at(row, job, chunk)
-    coefs, picks, taken = floats_at(coefs_at(row, job, chunk)), picks_of(row, job, 0, chunk), floats_at(job[t.TILES])
-    for entry in range(count):
-        taken[entry] = coefs[picks[entry]]
+    taken, begin = floats_at(job[t.TILES]), 0
+    for at in range(chunk, chunk + many):
+        coefs, picks, count = floats_at(coefs_at(row, job, at)), picks_of(row, job, 0, at), entries_in(row, job, 0, at)
+        for entry in range(count):
+            taken[begin + entry] = coefs[picks[entry]]
+        begin += count
     return job[t.TILES]
 
 
 @compiled
-def put_back(row: Longs, job: Longs, chunk: Int, count: Int) -> None:
+def put_back(row: Longs, job: Longs, chunk: Int, many: Int) -> None:
     """Put what was not sent where it was picked."""
-    if row[t.EVERYTHING]:
-        return
-    coefs, picks, taken = floats_at(coefs_at(row, job, chunk)), picks_of(row, job, 0, chunk), floats_at(job[t.TILES])
-    for entry in range(count):
-        coefs[picks[entry]] = taken[entry]
+    taken, begin = floats_at(job[t.TILES]), 0
+    for at in range(chunk, chunk + many):
+        coefs, picks, count = floats_at(coefs_at(row, job, at)), picks_of(row, job, 0, at), entries_in(row, job, 0, at)
+        for entry in range(count):
+            coefs[picks[entry]] = taken[begin + entry]
+        begin += count
 
 
 @compiled
@@ -87,26 +92,33 @@ def is_nonfinite(address: Int, count: Int) -> Int:
 
 
 @compiled
+def together(row: Longs, job: Longs) -> Int:
+    """Return how many chunks are written and read like one: all, if nothing is between their values."""
+    return max(job[t.LAST] - job[t.FIRST], 1) if row[t.SCALES] == row[t.VALUES] and row[t.VALUE_PADDING] == 0 else 1
+
+
+@compiled
 def put_chunks(row: Longs, job: Longs, put: Callable[..., None]) -> Int:
     """Write what is picked of chunks by a code, unless it is not finite; what was not sent stays in its place."""
-    for at in range(job[t.FIRST], job[t.LAST]):
-        count = entries_in(row, job, 0, at)
-        taken = take(row, job, at, count)
+    many = together(row, job)
+    for at in range(job[t.FIRST], job[t.LAST], many):
+        count = entries_before(row, job, 0, at + many) - entries_before(row, job, 0, at)
+        taken = take(row, job, at, many)
         if is_nonfinite(taken, count):
             job[t.FAILED] = at
             return _STATE
         put(row, job, at, taken, count)
-        put_back(row, job, at, count)
+        if not row[t.EVERYTHING]:
+            put_back(row, job, at, many)
     return 0
 
 
 @compiled
 def get_chunks(row: Longs, job: Longs, get: Callable[..., None]) -> Int:
     """Fill in the values that all senders sent of chunks, by a code."""
-    # Where nothing is between them, chunks are read like one.
-    many = job[t.LAST] - job[t.FIRST] if row[t.SCALES] == row[t.VALUES] and row[t.VALUE_PADDING] == 0 else 1
+    many = together(row, job)
     for sender in range(job[t.SENDERS]):
-        for at in range(job[t.FIRST], job[t.LAST], max(many, 1)):
+        for at in range(job[t.FIRST], job[t.LAST], many):
             count = entries_before(row, job, sender, at + many) - entries_before(row, job, sender, at)
             get(row, job, sender, at, sent_of(row, job, sender, at), count)
     return 0
@@ -126,13 +138,16 @@ def put_fp32(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> No
 
 @compiled
 def put_bf16(row: Longs, job: Longs, chunk: Int, address: Int, count: Int) -> None:
-    taken, stays = floats_at(address), float_of(job[t.STAYS])
+    taken, bits, stays = floats_at(address), words_at(address), float_of(job[t.STAYS])
     halves = halves_at(job[t.WORDS] + (values_at(row, job, 0, chunk, 16) >> 3))
+    # In 32 bits throughout, so that it fits into vectors; and in two loops, because halves might be elsewhere in them.
     for entry in range(count):
-        word = to_bits(taken[entry])
-        half = ((word >> 16) & 0x8000) | saturated_bf16(word & _MAGNITUDE)
-        halves[entry] = half
-        taken[entry] = rest_of(taken[entry], from_bits(half << 16), stays)
+        magnitude = np.uint32(bits[entry] & np.uint32(_MAGNITUDE))
+        code = np.uint32(np.uint32(magnitude + np.uint32(0x7FFF)) + ((magnitude >> np.uint32(16)) & np.uint32(1)))
+        code = min(np.uint32(code >> np.uint32(16)), np.uint32(_LARGEST_BF16))
+        halves[entry] = np.uint16(code | ((bits[entry] >> np.uint32(16)) & np.uint32(0x8000)))
+    for entry in range(count):
+        taken[entry] = rest_of(taken[entry], bf16_value(halves[entry]), stays)
 
 
 @compiled
