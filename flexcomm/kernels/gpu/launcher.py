@@ -63,18 +63,19 @@ class Job(ctypes.Structure):
         super().__init__(**numbers)
         self._held: list[Tensor] = []
 
-    def set(self, **fields: float | Tensor | None) -> None:
-        """Set fields: to a number, or to the address of a tensor, which is held for as long as this job.
+    def set(self, **fields: float | Tensor | ctypes.Structure | None) -> None:
+        """Set fields: to a number, a structure, or the address of a tensor."""
+        for name, value in fields.items():
+            setattr(self, name, self.address_of(value) if isinstance(value, Tensor) else value or 0)
+
+    def address_of(self, x: Tensor) -> int:
+        """Return the address of a tensor, which is held for as long as this job.
 
         Memory given back before the launch could be given out again for another part of the same launch.
         """
-        for name, value in fields.items():
-            if isinstance(value, Tensor):
-                self._held.append(value)
-                self.device = value.device
-                setattr(self, name, value.data_ptr())
-            else:
-                setattr(self, name, value or 0)
+        self._held.append(x)
+        self.device = x.device
+        return x.data_ptr()
 
 
 class CupyLauncher:
