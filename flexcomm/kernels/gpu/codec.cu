@@ -2,7 +2,7 @@
 //
 // Every kernel takes one Job by value, so a launch needs no copy of its arguments to the device, and all kernels can be
 // called alike: by CuPy on a device, and by a few lines of C++ where there is none. For the same reason there is no
-// warp intrinsic here, no include, and no shared variable but one array whose parts blocks.py lays out.
+// warp intrinsic here, no include, and no shared variable but one array whose parts launcher.py lays out.
 //
 // Bits must be those of every other kernel set: no fused multiply-add, no flushing of denormals, divisions as IEEE has
 // them (options in launcher.py), and every sum in the order that flexcomm/kernels/reference gives. Float atomics have
@@ -19,7 +19,7 @@ enum ValueCode { FP32, BF16, FP16, INT8, SIGN, SIGN2 };
 enum IndexCode { NO_INDEX, PACKED, ELIAS_FANO, BITMAP };
 enum Element { FLOAT, BFLOAT16, HALF, DOUBLE };
 enum Operation { BUTTERFLY, MIX, SCALE, ADD_SCALED };
-enum Problem { INDEX_PROBLEM = 1, SCALE_PROBLEM, VALUE_PROBLEM, NO_PROBLEM };
+enum Problem { INDEX_PROBLEM = 7, SCALE_PROBLEM, VALUE_PROBLEM, NO_PROBLEM };  // as flexcomm/kernels/base.py has them
 
 const u32 INFINITE = 0x7F800000u;
 const u32 MAGNITUDE = 0x7FFFFFFFu;

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from flexcomm.kernels.base import Problem
-from flexcomm.kernels.gpu.blocks import LaunchConfig, load_program, plan_chunk_launch, plan_item_launch
-from flexcomm.kernels.gpu.launcher import CupyLauncher, Job, Section, Term, Transform
+from flexcomm.kernels.gpu.launcher import (
+    CupyLauncher,
+    Job,
+    LaunchConfig,
+    Section,
+    Term,
+    load_transform,
+    plan_chunk_launch,
+    plan_item_launch,
+)
 from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState
 from flexcomm.kernels.plan import (
     BINS,
@@ -32,7 +40,7 @@ _CODES = (ValueCode.FP32, ValueCode.BF16, ValueCode.FP16, ValueCode.INT8, ValueC
 """Those of the enumerations of ``codec.cu``, which has a branch for each."""
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """As ``codec.cu`` numbers them."""
-_NO_PROBLEM = 4
+_NO_PROBLEM = Problem.VALUE + 1
 """More than any problem of a payload: kernels leave the least they find."""
 _LOW32 = (1 << 32) - 1
 _PLAN_FIELDS = (
@@ -87,8 +95,7 @@ class GpuKernels(PerTensorKernels):
         job.set(words=words, answer=answer, own=_section(job, payload))
         self._launch_chunks("find_problems", plan, job)
         found = int(answer)
-        # The kernel counts the problems of a payload from 1 on.
-        return Problem.NONE if found == _NO_PROBLEM else Problem(Problem.INDEX + found - 1)
+        return Problem.NONE if found == _NO_PROBLEM else Problem(found)
 
     def decode_tensor_(
         self, words: Tensor, payloads: list[Payload], plan: TensorPlan, key: SampleKey, divisor: int, out: Tensor
@@ -167,7 +174,7 @@ def _coefficients_job(x: Tensor, plan: TensorPlan, sample_key: SampleKey, state:
 
 def _add_transforms(job: Job, plan: TensorPlan, *, inverse: bool) -> None:
     lengths = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
-    job.down, job.along = (Transform(*load_program(one, job.device, inverse=inverse)[1]) for one in lengths)
+    job.down, job.along = (load_transform(one, job.device, inverse=inverse) for one in lengths)
 
 
 def _section(job: Job, payload: Payload) -> Section:
