@@ -16,8 +16,10 @@ from flexcomm.kernels.base import (
     Average,
     Epilogue,
     Problem,
+    States,
     StateUpdate,
     Status,
+    Tensors,
     apply_epilogue_,
 )
 from flexcomm.kernels.layout import (
@@ -112,14 +114,7 @@ class TensorLoopEncoder:
         self._kernels, self._plan, self._words = kernels, plan, words
 
     def encode_(
-        self,
-        tensors: Sequence[Tensor],
-        states: Sequence[Tensor] | None,
-        states_out: Sequence[Tensor] | None,
-        update: StateUpdate,
-        *,
-        step: int,
-        sequence: int,
+        self, tensors: Tensors, states: States, states_out: States, update: StateUpdate, *, step: int, sequence: int
     ) -> int:
         plan, kernels = self._plan, self._kernels
         for number, x in enumerate(tensors):
@@ -151,7 +146,7 @@ class TensorLoopEncoder:
         self.mark_nonfinite_(step=step, sequence=sequence)
         return status.word
 
-    def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
+    def rollback_(self, tensors: Tensors, states: Tensors, update: StateUpdate, *, step: int) -> None:
         plan, kernels, keys = self._plan, self._kernels, self._plan.sample_keys(step)
         header = Header.unpack(self._words[:HEADER_NWORDS].cpu().numpy().tobytes())
         own = Region("this rank", 0, HEADER_NWORDS + header.payload_nbytes // WORD_NBYTES)
@@ -228,7 +223,7 @@ class TensorLoopDecoder:
         found = (self.find_payloads(sender, header.entries).word for sender, header in enumerate(headers))
         return next(filter(None, found), 0)
 
-    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
+    def decode_(self, outputs: Tensors, *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         plan, keys = self._decoded_as, self._decoded_as.sample_keys(step)
         divisor = len(self._regions) * self._summed if average == "nodes" else 0
         for number, (one, out) in enumerate(zip(plan.plans, outputs, strict=True)):
