@@ -104,8 +104,8 @@ class GpuKernels(PerTensorKernels):
         dense = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         job = _plan_job(plan, key)
         sections = _list_records([_section(job, payload) for payload in payloads], out.device)
-        job.set(element=_ELEMENTS[out.dtype], factor=plan.scale(1.0), memory=dense, words=words, sections=sections)
-        job.set(senders=len(payloads), divisor=divisor, by_contributors=int(divisor == 0))
+        job.set(words=words, sections=sections, senders=len(payloads), divisor=divisor)
+        job.set(element=_ELEMENTS[out.dtype], factor=plan.scale(1.0), memory=dense)
         _add_transforms(job, plan, inverse=True)
         self._launch_chunks("decode_chunks", plan, job)
         if dense is not out:

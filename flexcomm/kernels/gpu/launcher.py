@@ -68,8 +68,8 @@ class Job(ctypes.Structure):
     _fields_ = [
         *_int64s("rows cols chunk_rows chunk_cols grid_cols chunk_numel chunks"),
         *_int64s("transformed selection k tau_bits values value_bits scales count_bits key start"),
-        *_int64s("element numel first senders divisor by_contributors term_count"),
-        *_int64s("group solo pitch pitch_down pitch_along turned_at marks_at ranks_at block_words"),
+        *_int64s("element numel first senders divisor term_count"),
+        *_int64s("group pitch pitch_down pitch_along turned_at marks_at ranks_at block_words"),
         *[(name, ctypes.c_float) for name in ("decay", "factor", "stays", "padding")],
         *[("down", Transform), ("along", Transform), ("own", Section)],
         *_int64s("sections memory state next_state words counts answer workspace terms out distances"),
@@ -146,7 +146,6 @@ def _plan_areas(plan: TensorPlan, group: int) -> dict[str, int]:
     marks = -(-2 * numel // 32) * group
     return {
         "group": group,
-        "solo": int(group > 1),
         "pitch": pitch,
         "pitch_down": pitch_down,
         "pitch_along": pitch_along,
