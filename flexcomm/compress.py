@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import ClassVar, NamedTuple, Protocol, cast, get_args
+from typing import ClassVar, Protocol, cast, get_args
 
 import torch
 
@@ -61,7 +61,7 @@ class Pipeline:
             is_one = isinstance(part, base)
             wrong += part.complaints() if is_one else [f"{name} is {part!r}, but must be one of {ours}"]
         if not wrong and isinstance(self.selector, TopK):
-            most = self.basis.cut((self.basis.chunk, self.basis.chunk)).chunk_numel
+            most = math.prod(self.basis.cut((self.basis.chunk, self.basis.chunk))[2:])
             if self.selector.k > most:
                 wrong.append(f"k is {self.selector.k}, but a chunk of {self.basis} holds no more than {most}")
         if self.values not in get_args(ValueName):
@@ -74,17 +74,10 @@ class Pipeline:
         if tensor.dtype not in DTYPES:
             needed = f"only {', '.join(map(str, DTYPES))} can be compressed: convert it, or leave it out."
             raise CompressorError(f"{tensor.name!r} is {tensor.dtype}, but {needed}")
-        cut, selector = self.basis.cut(tensor.shape), self.selector
-        return TensorPlan(
-            *cut,
-            transformed=self.basis.transformed,
-            selection=selector.selection,
-            k=selector.choose_k(cut),
-            values=ValueCode.of(tensor.dtype) if self.values == "native" else ValueCode[self.values.upper()],
-            tau=selector.tau,
-            seed=selector.seed,
-            variable_length=selector.variable_length,
-        )
+        values = ValueCode.of(tensor.dtype) if self.values == "native" else ValueCode[self.values.upper()]
+        cut = self.basis.cut(tensor.shape)
+        whole = TensorPlan(*cut, self.basis.transformed, Selection.EVERYTHING, math.prod(cut[2:]), values)
+        return self.selector.select(whole)
 
 
 def demo(k: int = 32, chunk: int = 64, values: ValueName = "bf16") -> Pipeline:
@@ -255,21 +248,7 @@ class Settings:
         return wrong
 
 
-class Cut(NamedTuple):
-    """A tensor as a matrix of ``[rows, cols]``, and the shape of its chunks."""
-
-    rows: int
-    cols: int
-    chunk_rows: int
-    chunk_cols: int
-
-    @property
-    def chunk_numel(self) -> int:
-        return self.chunk_rows * self.chunk_cols
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.rows // self.chunk_rows) * -(-self.cols // self.chunk_cols)
+Cut = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -281,7 +260,7 @@ class Basis(Settings, ABC):
 
     @abstractmethod
     def cut(self, shape: tuple[int, ...]) -> Cut:
-        """Return how a tensor of this shape is cut into chunks."""
+        """Return a tensor of this shape as a matrix of ``[rows, cols]``, and the rows and columns of its chunks."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +273,7 @@ class Identity(Basis):
     def cut(self, shape: tuple[int, ...]) -> Cut:
         numel = math.prod(shape)
         chunks = max(1, -(-numel // self.chunk))
-        return Cut(1, numel, 1, max(1, -(-numel // chunks)))
+        return 1, numel, 1, max(1, -(-numel // chunks))
 
 
 @dataclass(frozen=True)
@@ -313,34 +292,25 @@ class Dct(Basis):
         rows = math.prod(shape[:-1])
         if min(rows, cols) <= 1:
             rows, cols = 1, rows * cols
-        return Cut(rows, cols, *(min(self.chunk, 1 << max(0, length - 1).bit_length()) for length in (rows, cols)))
+        chunk_rows, chunk_cols = (min(self.chunk, 1 << max(0, length - 1).bit_length()) for length in (rows, cols))
+        return rows, cols, chunk_rows, chunk_cols
 
 
 @dataclass(frozen=True)
 class Selector(Settings, ABC):
-    """Which coefficients of a chunk are sent; a base for frozen dataclasses. Attributes are those of the plan."""
-
-    selection: ClassVar[Selection]
-    tau = 0.0
-    seed = 0
-
-    @property
-    def variable_length(self) -> bool:
-        return False
+    """Which coefficients of a chunk are sent; a base for frozen dataclasses."""
 
     @abstractmethod
-    def choose_k(self, cut: Cut) -> int:
-        """Return the plan's ``k`` for a tensor that is cut like this."""
+    def select(self, whole: TensorPlan) -> TensorPlan:
+        """Return the plan that sends this selection of what ``whole`` sends, which is everything."""
 
 
 @dataclass(frozen=True)
 class Everything(Selector):
     """All coefficients."""
 
-    selection = Selection.EVERYTHING
-
-    def choose_k(self, cut: Cut) -> int:
-        return cut.chunk_numel
+    def select(self, whole: TensorPlan) -> TensorPlan:
+        return whole
 
 
 @dataclass(frozen=True)
@@ -348,10 +318,9 @@ class TopK(Selector):
     """The ``k`` of largest magnitude of every chunk, or all of a chunk that holds fewer; of equals, the first."""
 
     k: int = field(metadata=_POSITIVE)
-    selection = Selection.TOP_K
 
-    def choose_k(self, cut: Cut) -> int:
-        return min(self.k, cut.chunk_numel)
+    def select(self, whole: TensorPlan) -> TensorPlan:
+        return replace(whole, selection=Selection.TOP_K, k=min(self.k, whole.chunk_numel))
 
 
 @dataclass(frozen=True)
@@ -359,9 +328,10 @@ class _Rated(Selector):
     """A base for selectors of a share of every chunk: the nearest number, at least one."""
 
     rate: float = field(metadata=_SHARE)
+    selection: ClassVar[Selection]
 
-    def choose_k(self, cut: Cut) -> int:
-        return max(1, round(self.rate * cut.chunk_numel))
+    def select(self, whole: TensorPlan) -> TensorPlan:
+        return replace(whole, selection=self.selection, k=max(1, round(self.rate * whole.chunk_numel)))
 
 
 @dataclass(frozen=True)
@@ -377,6 +347,9 @@ class RandomK(_Rated):
 
     seed: int = field(default=0, metadata=_WHOLE)
     selection = Selection.RANDOM_K
+
+    def select(self, whole: TensorPlan) -> TensorPlan:
+        return replace(super().select(whole), seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -396,12 +369,9 @@ class Threshold(Selector):
 
     tau: float = field(metadata=_TAU)
     capacity: float | None = field(default=1 / 16, metadata=_CAPACITY)
-    selection = Selection.THRESHOLD
 
-    @property
-    def variable_length(self) -> bool:
-        return self.capacity is None
-
-    def choose_k(self, cut: Cut) -> int:
-        whole = cut.chunks * cut.chunk_numel
-        return whole if self.capacity is None else max(1, round(self.capacity * whole))
+    def select(self, whole: TensorPlan) -> TensorPlan:
+        above = replace(whole, selection=Selection.THRESHOLD, k=whole.entries, tau=self.tau)
+        if self.capacity is None:
+            return replace(above, variable_length=True)
+        return replace(above, k=max(1, round(self.capacity * whole.entries)))

@@ -21,7 +21,6 @@ from flexcomm.kernels.base import (
     STORE,
     Average,
     BucketDecoder,
-    BucketEncoder,
     Epilogue,
     EpilogueKind,
     Kernels,
@@ -30,7 +29,7 @@ from flexcomm.kernels.base import (
     Status,
     apply_epilogue_,
 )
-from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout, Region, plan_layout
+from flexcomm.kernels.layout import BufferPlan, IndexCode, Region, plan_layout
 from flexcomm.kernels.plan import Selection, TensorPlan, TensorSpec, ValueCode, ValueName
 from flexcomm.kernels.reference import ReferenceKernels
 
@@ -40,13 +39,11 @@ __all__ = [
     "STORE",
     "Average",
     "BucketDecoder",
-    "BucketEncoder",
     "BufferPlan",
     "Epilogue",
     "EpilogueKind",
     "IndexCode",
     "Kernels",
-    "Layout",
     "Problem",
     "ReferenceKernels",
     "Region",
@@ -64,8 +61,6 @@ __all__ = [
 
 KERNELS_VARIABLE = "FLEXCOMM_KERNELS"
 _log = logging.getLogger("flexcomm")
-
-
 _SETS = {
     "reference": ("torch", "ReferenceKernels"),
     "cpu": ("numba", "CpuKernels"),

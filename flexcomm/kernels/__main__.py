@@ -24,23 +24,19 @@ from flexcomm.kernels.layout import BufferPlan, Region
 from flexcomm.kernels.plan import Selection, TensorPlan, TensorSpec, ValueCode
 
 
-def _exchange(plan: TensorPlan, kernels: Kernels) -> None:
+def _exchange(plans: tuple[TensorPlan, ...], kernels: Kernels) -> None:
     """Send ones from one sender to itself."""
-    bucket = BufferPlan.of((TensorSpec("x", (plan.rows, plan.cols), torch.float32),), (plan,), 0)
-    words, x = torch.empty(bucket.nwords, dtype=torch.int32), torch.ones(plan.rows, plan.cols)
-    encoder, states = kernels.encoder(bucket, words), [torch.zeros(plan.state_shape)]
-    encoder.encode_([x], None, None, StateUpdate(), step=0, sequence=0)
-    encoder.encode_([x], states, states, StateUpdate(), step=0, sequence=0)
-    encoder.rollback_([x], states, StateUpdate(), step=0)
+    specs = tuple(TensorSpec(str(plan), (plan.rows, plan.cols), torch.float32) for plan in plans)
+    bucket, xs = BufferPlan.of(specs, plans, 0), [torch.ones(spec.shape) for spec in specs]
+    words, states = torch.empty(bucket.nwords, dtype=torch.int32), [torch.zeros(plan.state_shape) for plan in plans]
+    encoder = kernels.encoder(bucket, words)
+    encoder.encode_(xs, None, None, StateUpdate(), step=0, sequence=0)
+    encoder.encode_(xs, states, states, StateUpdate(), step=0, sequence=0)
+    encoder.rollback_(xs, states, StateUpdate(), step=0)
     decoder = kernels.decoder(bucket, words, [Region("self", 0, bucket.nwords)])
     decoder.verify(step=0, sequence=0)
     for kind in get_args(EpilogueKind):
-        decoder.decode_([x], step=0, average="nodes", epilogue=Epilogue(kind))
-
-
-def _exchange_by_all_codes(kernels: Kernels) -> None:
-    for code in ValueCode:
-        _exchange(TensorPlan(1, 8, 1, 8, False, Selection.STRIDING, 2, code), kernels)
+        decoder.decode_(xs, step=0, average="nodes", epilogue=Epilogue(kind))
 
 
 def _mix(kernels: Kernels) -> None:
@@ -51,16 +47,16 @@ def _mix(kernels: Kernels) -> None:
 
 
 _PLANS = {
-    "squares": TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 4, ValueCode.BF16),
-    "rows": TensorPlan(1, 64, 1, 64, True, Selection.TOP_K, 4, ValueCode.SIGN),
-    "any chunks": TensorPlan(1, 8, 1, 8, True, Selection.STRIDING, 2, ValueCode.BF16),
-    "threshold": TensorPlan(1, 8, 1, 8, False, Selection.THRESHOLD, 4, ValueCode.BF16),
-    "random": TensorPlan(1, 8, 1, 8, False, Selection.RANDOM_K, 2, ValueCode.BF16),
+    "squares": (TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 4, ValueCode.BF16),),
+    "rows": (TensorPlan(1, 64, 1, 64, True, Selection.TOP_K, 4, ValueCode.SIGN),),
+    "any chunks": (TensorPlan(1, 8, 1, 8, True, Selection.STRIDING, 2, ValueCode.BF16),),
+    "threshold": (TensorPlan(1, 8, 1, 8, False, Selection.THRESHOLD, 4, ValueCode.BF16),),
+    "random": (TensorPlan(1, 8, 1, 8, False, Selection.RANDOM_K, 2, ValueCode.BF16),),
+    "value codes": tuple(TensorPlan(1, 8, 1, 8, False, Selection.STRIDING, 2, code) for code in ValueCode),
 }
 # Most that differs between plans is data to the loops. So few calls compile everything, and a test holds them against
 # the laws that every kernel set goes through. Those that take longest come first.
-CALLS: dict[str, Callable[[Kernels], None]] = {name: partial(_exchange, plan) for name, plan in _PLANS.items()}
-CALLS["value codes"] = _exchange_by_all_codes
+CALLS: dict[str, Callable[[Kernels], None]] = {name: partial(_exchange, plans) for name, plans in _PLANS.items()}
 CALLS["mix"] = _mix
 
 
@@ -71,18 +67,21 @@ def compile_ahead(name: str) -> None:
     CALLS[name](CpuKernels(threads=1))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Do what the command line asks for; return the code to exit with."""
+def main(arguments: Sequence[str]) -> None:
+    """Do what the command line asks for; exit with an error where that cannot be."""
     parser = argparse.ArgumentParser("python -m flexcomm.kernels", description="Compile all CPU kernels ahead.")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that compile")
     parser.add_argument("--clear", action="store_true", help="remove everything that was compiled, for all versions")
     options = parser.parse_args(arguments)
     if find_spec("numba") is None:
-        return _fail("the CPU kernels need numba, which is not installed: `pip install flexcomm`.")
-    return _clear() if options.clear else _compile_all(max(1, options.jobs))
+        sys.exit("error: the CPU kernels need numba, which is not installed: `pip install flexcomm`.")
+    if options.clear:
+        _clear()
+    else:
+        _compile_all(max(1, options.jobs))
 
 
-def _compile_all(jobs: int) -> int:
+def _compile_all(jobs: int) -> None:
     # By a name that started processes can import: none of them imports a package's __main__ as such.
     from flexcomm.kernels.__main__ import compile_ahead
     from flexcomm.kernels.cpu.compiler import kernel_folders
@@ -98,11 +97,11 @@ def _compile_all(jobs: int) -> int:
         if found := [path for path in folder.glob("*") if not path.suffix]:
             nbytes = sum(file.stat().st_size for file in found)
             _say(f"{len(found)} kernels, {nbytes / 1e6:.1f} MB, in {time.monotonic() - start_s:.1f} s: {folder}")
-            return 0
-    return _fail("nothing could be kept: set FLEXCOMM_CACHE_DIR to a folder that can be written.")
+            return
+    sys.exit("error: nothing could be kept: set FLEXCOMM_CACHE_DIR to a folder that can be written.")
 
 
-def _clear() -> int:
+def _clear() -> None:
     from flexcomm.kernels.cpu.compiler import kernel_folders
 
     for folder in kernel_folders():
@@ -110,7 +109,6 @@ def _clear() -> int:
         if folder.parent.exists():
             shutil.rmtree(folder.parent)
             _say(f"removed {folder.parent}")
-    return 0
 
 
 def _say(line: str) -> None:
@@ -118,10 +116,5 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _fail(reason: str) -> int:
-    sys.stderr.write(f"error: {reason}\n")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from flexcomm.kernels.layout import BufferPlan, Region
 
+Tensors = Sequence[Tensor]
+States = Sequence[Tensor] | None
+"""What was not sent of each tensor of a bucket; None: nothing is kept."""
+
 Average = Literal["nodes", "contributors"]
 """Divide a sum by the number of payloads, or by the number of those that sent the coefficient."""
 
@@ -128,14 +132,7 @@ class BucketEncoder(Protocol):
     """One buffer that is filled again and again; all is prepared that follows from the plan and the buffer."""
 
     def encode_(
-        self,
-        tensors: Sequence[Tensor],
-        states: Sequence[Tensor] | None,
-        states_out: Sequence[Tensor] | None,
-        update: StateUpdate,
-        *,
-        step: int,
-        sequence: int,
+        self, tensors: Tensors, states: States, states_out: States, update: StateUpdate, *, step: int, sequence: int
     ) -> SupportsInt:
         """Fill the buffer with header and payloads, and move what they hold out of the states.
 
@@ -157,7 +154,7 @@ class BucketEncoder(Protocol):
 
         """
 
-    def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
+    def rollback_(self, tensors: Tensors, states: Tensors, update: StateUpdate, *, step: int) -> None:
         """Restore the states from before the last :meth:`encode_`, which updated them in place.
 
         ``m = (m' + alpha * sent - gain * coefficients) / decay``, from the buffer as it was filled and tensors as they
@@ -179,7 +176,7 @@ class BucketDecoder(Protocol):
         by tensor and kind of problem.
         """
 
-    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
+    def decode_(self, outputs: Tensors, *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         """Average the buffers, added in the order of senders, and do with ``outputs`` what the epilogue says.
 
         They were verified, or they hold no indices and are known to be sound, as sums are.
@@ -213,9 +210,7 @@ class Kernels(Protocol):
         Every buffer is the sum of those of ``summed`` nodes, by which its average is divided, too.
         """
 
-    def mix_(
-        self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
-    ) -> Tensor:
+    def mix_(self, x: Tensor, self_weight: float, others: Tensors, weights: Sequence[float], out: Tensor) -> Tensor:
         """Fill ``out``, which may be ``x``, with ``self_weight * x + sum of weights[j] * others[j]``.
 
         Return the squared distance ``|out - x|^2`` from x as it was: a float64 scalar on its device, by the same pass.

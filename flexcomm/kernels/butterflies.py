@@ -29,7 +29,6 @@ ADD_SCALED = 3
 _ROOT2 = math.sqrt(2.0)
 _SUM_AND_DIFFERENCE = (1.0, 1.0, 1.0, -1.0)
 
-Step = tuple[int, int, int, tuple[float, float, float, float]]
 Entry = Callable[[int, int, int], float]
 
 
@@ -53,32 +52,19 @@ def plan_dct(length: int) -> Program:
     """Return the list that turns ``length`` rows into ``sqrt(length)`` times their orthonormal DCT-II."""
     builder, inputs = _Builder(length), list(range(length))
     outputs = builder.dct2(inputs)
-    return _program(builder.height, inputs, outputs, builder.steps)
+    steps = np.array([step[:3] for step in builder.steps], np.int32).reshape(-1, 3)
+    factors = np.array([step[3:] for step in builder.steps], np.float32).reshape(-1, 4)
+    return Program(builder.height, np.array(inputs, np.int32), np.array(outputs, np.int32), steps, factors)
 
 
 @lru_cache(maxsize=64)
 def plan_inverse_dct(length: int) -> Program:
     """Return the transposed list: every step transposed, in reverse order."""
-    builder, outputs = _Builder(length), list(range(length))
-    inputs = builder.dct2(outputs)
-    return _program(builder.height, inputs, outputs, [_transposed(step) for step in reversed(builder.steps)])
-
-
-def _program(height: int, inputs: list[int], outputs: list[int], steps: list[Step]) -> Program:
-    return Program(
-        height,
-        np.array(inputs, np.int32),
-        np.array(outputs, np.int32),
-        np.array([step[:3] for step in steps], np.int32).reshape(-1, 3),
-        np.array([step[3] for step in steps], np.float32).reshape(-1, 4),
-    )
-
-
-def _transposed(step: Step) -> Step:
-    code, i, j, (c0, c1, c2, c3) = step
-    if code == ADD_SCALED:
-        return code, j, i, (c0, c1, c2, c3)
-    return code, i, j, (c0, c2, c1, c3)
+    forward = plan_dct(length)
+    steps, factors = forward.steps[::-1].copy(), forward.factors[::-1, [0, 2, 1, 3]].copy()
+    added = steps[:, 0] == ADD_SCALED
+    steps[added] = steps[added][:, [0, 2, 1]]
+    return Program(forward.height, forward.outputs, forward.inputs, steps, factors)
 
 
 class _Builder:
@@ -86,7 +72,7 @@ class _Builder:
 
     def __init__(self, length: int) -> None:
         self.height = length
-        self.steps: list[Step] = []
+        self.steps: list[tuple[float, ...]] = []
 
     def dct2(self, rows: list[int]) -> list[int]:
         if len(rows) == 1:
@@ -127,7 +113,7 @@ class _Builder:
         return outputs
 
     def step(self, code: int, i: int, j: int, c0: float, c1: float = 0.0, c2: float = 0.0, c3: float = 0.0) -> None:
-        self.steps.append((code, i, j, (c0, c1, c2, c3)))
+        self.steps.append((code, i, j, c0, c1, c2, c3))
 
 
 def _dct2_entry(length: int, k: int, i: int) -> float:

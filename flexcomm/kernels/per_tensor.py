@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +16,10 @@ from flexcomm.kernels.base import (
     Average,
     Epilogue,
     Problem,
+    States,
     StateUpdate,
     Status,
+    Tensors,
     apply_epilogue_,
 )
 from flexcomm.kernels.layout import (
@@ -46,11 +47,16 @@ class TensorState(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """One sender's payload of one tensor, in a tensor of words: its start, its layout, its counts if they vary."""
+    """One sender's payload of one tensor: where it begins in a tensor of words, and its layout.
+
+    Where the number of entries depends on the data, also how many each chunk has and, to encode it, the bits of the
+    threshold that they reach.
+    """
 
     start: int
     layout: Layout
     counts: Tensor | None = None
+    tau_bits: int = 0
 
 
 class PerTensorKernels(ABC):
@@ -62,16 +68,9 @@ class PerTensorKernels(ABC):
 
     @abstractmethod
     def encode_tensor_(
-        self,
-        x: Tensor,
-        words: Tensor,
-        plan: TensorPlan,
-        layout: Layout,
-        sample_key: SampleKey,
-        threshold: ThresholdCounts | None,
-        state: TensorState,
+        self, x: Tensor, words: Tensor, payload: Payload, plan: TensorPlan, sample_key: SampleKey, state: TensorState
     ) -> bool:
-        """Fill ``words`` with the payload and move what it holds out of the state; False if that is not finite."""
+        """Fill ``words`` with a payload and move what it holds out of the state; False if that is not finite."""
 
     @abstractmethod
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
@@ -83,18 +82,11 @@ class PerTensorKernels(ABC):
 
     @abstractmethod
     def decode_tensor_(
-        self,
-        words: Tensor,
-        payloads: Sequence[Payload],
-        plan: TensorPlan,
-        sample_key: SampleKey,
-        average: Average,
-        divisor: int,
-        out: Tensor,
+        self, words: Tensor, payloads: list[Payload], plan: TensorPlan, key: SampleKey, divisor: int, out: Tensor
     ) -> None:
         """Fill ``out`` with the average of sound payloads, added in the order given and transformed back once.
 
-        The average over ``"nodes"`` is the sum divided by ``divisor``.
+        The sum is divided by ``divisor``; if that is 0, by the number of payloads that hold the coefficient.
         """
 
     @abstractmethod
@@ -122,43 +114,39 @@ class TensorLoopEncoder:
         self._kernels, self._plan, self._words = kernels, plan, words
 
     def encode_(
-        self,
-        tensors: Sequence[Tensor],
-        states: Sequence[Tensor] | None,
-        states_out: Sequence[Tensor] | None,
-        update: StateUpdate,
-        *,
-        step: int,
-        sequence: int,
+        self, tensors: Tensors, states: States, states_out: States, update: StateUpdate, *, step: int, sequence: int
     ) -> int:
         plan, kernels = self._plan, self._kernels
+        for number, x in enumerate(tensors):
+            if not _is_finite(x):
+                return self._refuse_(Status(Problem.NONFINITE, tensor=number), step, sequence)
         # States that are updated in place change only if nothing is wrong with any tensor.
         written = [torch.empty_like(state) for state in states_out or ()]
-        nonfinite = (number for number, x in enumerate(tensors) if not _is_finite(x))
-        wrong = next((Status(Problem.NONFINITE, tensor=number) for number in nonfinite), None)
         position, entries, keys = HEADER_NWORDS, 0, plan.sample_keys(step)
-        for number, one in enumerate(plan.plans if wrong is None else ()):
+        for number, (one, x) in enumerate(zip(plan.plans, tensors, strict=True)):
             state = TensorState(None, None, update)
             if states is not None:
                 state = TensorState(states[number], written[number], update)
-            x = tensors[number]
-            threshold = kernels.find_threshold(x, one, state) if one.variable_count else None
-            sent = one.entries if threshold is None else int(threshold.counts.sum())
-            layout = plan_layout(one, sent) if one.variable_length else plan.layouts[number]
-            words = self._words[position : position + layout.nwords]
-            if not kernels.encode_tensor_(x, words, one, layout, keys[number], threshold, state):
-                wrong = Status(Problem.STATE, tensor=number)
-                break
-            position, entries = position + layout.nwords, entries + sent
-        if wrong is not None:
-            self.mark_nonfinite_(step=step, sequence=sequence)
-            return wrong.word
+            payload, sent = Payload(0, plan.layouts[number]), one.entries
+            if one.variable_count:
+                counts, tau_bits = kernels.find_threshold(x, one, state)
+                sent = int(counts.sum())
+                layout = plan_layout(one, sent) if one.variable_length else payload.layout
+                payload = Payload(0, layout, counts, tau_bits)
+            words = self._words[position : position + payload.layout.nwords]
+            if not kernels.encode_tensor_(x, words, payload, one, keys[number], state):
+                return self._refuse_(Status(Problem.STATE, tensor=number), step, sequence)
+            position, entries = position + words.numel(), entries + sent
         for state_out, one_written in zip(states_out or (), written, strict=True):
             state_out.copy_(one_written)
         self._close_(position, Header(plan.digest, step, sequence, entries))
         return 0
 
-    def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
+    def _refuse_(self, status: Status, step: int, sequence: int) -> int:
+        self.mark_nonfinite_(step=step, sequence=sequence)
+        return status.word
+
+    def rollback_(self, tensors: Tensors, states: Tensors, update: StateUpdate, *, step: int) -> None:
         plan, kernels, keys = self._plan, self._kernels, self._plan.sample_keys(step)
         header = Header.unpack(self._words[:HEADER_NWORDS].cpu().numpy().tobytes())
         own = Region("this rank", 0, HEADER_NWORDS + header.payload_nbytes // WORD_NBYTES)
@@ -169,16 +157,15 @@ class TensorLoopEncoder:
         inverse = StateUpdate(1.0 / update.decay, -update.gain / update.decay, 0.0)
         for number, (one, x, state) in enumerate(zip(plan.plans, tensors, states, strict=True)):
             # What was sent, as coefficients: payloads do not say whether these are to be transformed back.
-            flat = replace(one, rows=1, cols=state.numel(), chunk_rows=1, chunk_cols=one.chunk_numel, transformed=False)
-            sent = torch.empty(1, state.numel(), device=state.device)
-            payload = decoder.payloads[0][number]
-            kernels.decode_tensor_(self._words, [payload], flat, keys[number], "nodes", 1, sent)
-            state.add_(sent.mul_(update.alpha).view_as(state))
+            sent = torch.empty_like(state)
+            payloads = [decoder.payloads[0][number]]
+            kernels.decode_tensor_(self._words, payloads, one.of_coefficients(), keys[number], 1, sent)
+            state.add_(sent.mul_(update.alpha))
             # Sends everything, somewhere, and takes nothing of it out: what is left is what was accumulated.
             dense = one.sending_everything(ValueCode.FP32)
-            layout, state_of_tensor = plan_layout(dense, dense.entries), TensorState(state, state, inverse)
-            words = torch.empty(layout.nwords, dtype=torch.int32, device=state.device)
-            kernels.encode_tensor_(x, words, dense, layout, NO_SAMPLE_KEY, None, state_of_tensor)
+            payload = Payload(0, plan_layout(dense, dense.entries))
+            words = torch.empty(payload.layout.nwords, dtype=torch.int32, device=state.device)
+            kernels.encode_tensor_(x, words, payload, dense, NO_SAMPLE_KEY, TensorState(state, state, inverse))
 
     def mark_nonfinite_(self, *, step: int, sequence: int) -> None:
         end = HEADER_NWORDS if self._plan.variable_length else self._plan.nwords
@@ -221,34 +208,29 @@ class TensorLoopDecoder:
         """By sender, then by tensor. Where they are variable, :meth:`verify` finds them."""
 
     def verify(self, *, step: int, sequence: int) -> int:
-        expected, flagged = self._plan.header(step, sequence), Status()
-        headers = []
+        expected, headers = self._plan.header(step, sequence), []
         for sender, region in enumerate(self._regions):
             words = self._words[region.start : region.end]
             octets = words[:HEADER_NWORDS].cpu().numpy().tobytes()
-            received = Header.unpack(octets)
+            headers.append(Header.unpack(octets))
             payload_nbytes = region.nwords * WORD_NBYTES - HEADER_NBYTES
-            if octets != expected.matching(received).pack(payload_nbytes, self._kernels.checksum(words)):
+            if octets != expected.matching(headers[sender]).pack(payload_nbytes, self._kernels.checksum(words)):
                 return Status(Problem.HEADER, sender).word
-            if received.flags == NONFINITE and not flagged.word:
-                flagged = Status(Problem.NONFINITE, sender)
-            headers.append(received)
-        if flagged.word:
-            return flagged.word
+        for sender, header in enumerate(headers):
+            if header.flags == NONFINITE:
+                return Status(Problem.NONFINITE, sender).word
         self.payloads = []
-        for sender, received in enumerate(headers):
-            problem = self.find_payloads(sender, received.entries)
-            if problem.word:
-                return problem.word
-        return 0
+        found = (self.find_payloads(sender, header.entries).word for sender, header in enumerate(headers))
+        return next(filter(None, found), 0)
 
-    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
-        plan, keys, divisor = self._decoded_as, self._decoded_as.sample_keys(step), len(self._regions) * self._summed
+    def decode_(self, outputs: Tensors, *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
+        plan, keys = self._decoded_as, self._decoded_as.sample_keys(step)
+        divisor = len(self._regions) * self._summed if average == "nodes" else 0
         for number, (one, out) in enumerate(zip(plan.plans, outputs, strict=True)):
             payloads = [of_sender[number] for of_sender in self.payloads]
             stores = epilogue.kind == "store"
             filled = out if stores else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-            self._kernels.decode_tensor_(self._words, payloads, one, keys[number], average, divisor, filled)
+            self._kernels.decode_tensor_(self._words, payloads, one, keys[number], divisor, filled)
             if not stores:
                 apply_epilogue_(out, filled, epilogue)
 

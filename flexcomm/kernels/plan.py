@@ -252,6 +252,11 @@ class TensorPlan:
         k, chosen = self.chunk_numel, Selection.EVERYTHING
         return replace(self, selection=chosen, k=k, values=values, tau=0.0, seed=0, variable_length=False)
 
+    def of_coefficients(self) -> TensorPlan:
+        """Return a plan with the same payloads for a tensor whose elements are the coefficients."""
+        chunks, numel = self.state_shape
+        return replace(self, rows=1, cols=chunks * numel, chunk_rows=1, chunk_cols=numel, transformed=False)
+
     def scale(self, gain: float) -> float:
         """Return what the transform's results are multiplied by: it is orthonormal, its steps alone are not."""
         return gain / math.sqrt(self.chunk_numel) if self.transformed else gain

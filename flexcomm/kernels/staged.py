@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexcomm.kernels.base import STORE, Average, BucketDecoder, BucketEncoder, Epilogue, Kernels, StateUpdate
+from flexcomm.kernels.base import STORE, Average, BucketDecoder, Epilogue, Kernels, States, StateUpdate, Tensors
 from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.kernels.layout import BufferPlan, Region
 
@@ -21,8 +21,7 @@ class StagedKernels:
         self._host = host or CpuKernels()
 
     def encoder(self, plan: BufferPlan, words: Tensor) -> StagedEncoder:
-        staged = torch.empty_like(words, device="cpu")
-        return StagedEncoder(self._host.encoder(plan, staged), staged, words)
+        return StagedEncoder(self._host, plan, words)
 
     def decoder(
         self,
@@ -35,9 +34,7 @@ class StagedKernels:
         staged = torch.empty_like(words, device="cpu")
         return StagedDecoder(self._host.decoder(plan, staged, regions, decoded_as, summed), staged, words)
 
-    def mix_(
-        self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor
-    ) -> Tensor:
+    def mix_(self, x: Tensor, self_weight: float, others: Tensors, weights: Sequence[float], out: Tensor) -> Tensor:
         mixed = torch.empty(out.shape, dtype=out.dtype, device="cpu")
         distance = self._host.mix_(x.cpu(), self_weight, [other.cpu() for other in others], weights, mixed)
         out.detach().copy_(mixed)
@@ -47,18 +44,12 @@ class StagedKernels:
 class StagedEncoder:
     """An encoder of a buffer on the host, which is then copied to ``words``."""
 
-    def __init__(self, host: BucketEncoder, staged: Tensor, words: Tensor) -> None:
-        self._host, self._staged, self._words = host, staged, words
+    def __init__(self, kernels: Kernels, plan: BufferPlan, words: Tensor) -> None:
+        self._words, self._staged = words, torch.empty_like(words, device="cpu")
+        self._host = kernels.encoder(plan, self._staged)
 
     def encode_(
-        self,
-        tensors: Sequence[Tensor],
-        states: Sequence[Tensor] | None,
-        states_out: Sequence[Tensor] | None,
-        update: StateUpdate,
-        *,
-        step: int,
-        sequence: int,
+        self, tensors: Tensors, states: States, states_out: States, update: StateUpdate, *, step: int, sequence: int
     ) -> int:
         # In place: a copy on the host may be the state itself, whose successor could be lost if this raises.
         here = None if states is None else [state.to("cpu", copy=True) for state in states]
@@ -68,7 +59,7 @@ class StagedEncoder:
         self._words.copy_(self._staged)
         return status
 
-    def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
+    def rollback_(self, tensors: Tensors, states: Tensors, update: StateUpdate, *, step: int) -> None:
         here = [state.to("cpu", copy=True) for state in states]
         self._host.rollback_([x.cpu() for x in tensors], here, update, step=step)
         for state, staged in zip(states, here, strict=True):
@@ -89,7 +80,7 @@ class StagedDecoder:
         self._staged.copy_(self._words)
         return int(self._host.verify(step=step, sequence=sequence))
 
-    def decode_(self, outputs: Sequence[Tensor], *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
+    def decode_(self, outputs: Tensors, *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         self._staged.copy_(self._words)  # Again: sums are decoded without being verified.
         here = [out.to("cpu", copy=True, memory_format=torch.contiguous_format) for out in outputs]
         self._host.decode_(here, step=step, average=average, epilogue=epilogue)

@@ -235,7 +235,7 @@ def sent_coefficients(kernels: Kernels, sent: Sent) -> Tensor:
     """Return the coefficients ``[chunks, chunk_numel]`` a buffer of one tensor carries, zero where it carries none."""
     plan = sent.plan.plans[0]
     found = torch.empty(plan.state_shape, dtype=torch.float32, device=sent.words.device)
-    decode(kernels, sent, _flat(plan), found)
+    decode(kernels, sent, plan.of_coefficients(), found)
     return found
 
 
@@ -244,27 +244,15 @@ def coefficients_of(
 ) -> Tensor:
     """Return ``decay * state + gain * coefficients`` of ``x``, from which the plan will select."""
     rest = None if state is None else torch.empty_like(state)
-    return sent_coefficients(kernels, encode(kernels, x, everything_of(plan), state, rest, update))
+    return sent_coefficients(kernels, encode(kernels, x, plan.sending_everything(ValueCode.FP32), state, rest, update))
 
 
 def elements_of(kernels: Kernels, coefficients: Tensor, plan: TensorPlan) -> Tensor:
     """Return the elements ``[rows, cols]`` that have these coefficients."""
-    whole = everything_of(plan)
+    whole = plan.sending_everything(ValueCode.FP32)
     elements = torch.empty(plan.rows, plan.cols, dtype=torch.float32, device=coefficients.device)
-    decode(kernels, encode(kernels, coefficients, _flat(whole)), whole, elements)
+    decode(kernels, encode(kernels, coefficients, whole.of_coefficients()), whole, elements)
     return elements
-
-
-def everything_of(plan: TensorPlan) -> TensorPlan:
-    """Return the plan that cuts and transforms alike, but sends everything as it is."""
-    cut = plan.rows, plan.cols, plan.chunk_rows, plan.chunk_cols, plan.transformed
-    return TensorPlan(*cut, Selection.EVERYTHING, plan.chunk_numel, ValueCode.FP32)
-
-
-def _flat(plan: TensorPlan) -> TensorPlan:
-    """Return the plan of a tensor whose elements are what the plan's coefficients are."""
-    chunks, length = plan.state_shape
-    return replace(plan, rows=1, cols=chunks * length, chunk_rows=1, chunk_cols=length, transformed=False)
 
 
 def require(subject: Any, condition: bool, law: str) -> None:  # a compressor, a kernel set or a transport

@@ -12,7 +12,7 @@ from flexcomm.kernels.gpu import SOURCE, CupyLauncher, Job
 if TYPE_CHECKING:
     import torch
 
-    from flexcomm.kernels.gpu.blocks import LaunchConfig
+    from flexcomm.kernels.gpu.launcher import LaunchConfig
 
 SHIM = Path(__file__).with_name("cuda_on_host.h")
 # The host must not fuse or reorder either; -O1 is as fast here, and compiles sooner.

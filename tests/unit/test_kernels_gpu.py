@@ -10,7 +10,7 @@ import torch
 
 from flexcomm.kernels import Average, Problem, ReferenceKernels, Region, Selection, StateUpdate, Status, TensorPlan
 from flexcomm.kernels import ValueCode as Value
-from flexcomm.kernels.gpu import GpuKernels, blocks
+from flexcomm.kernels.gpu import GpuKernels, launcher
 from flexcomm.kernels.per_tensor import TensorState
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.cases import SEQUENCE, encode, numbers, plan_single
@@ -48,10 +48,10 @@ def make_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeKerne
 
     with pytest.MonkeyPatch.context() as patch:
         # So few blocks that each has several chunks, one after the other, where shared memory is not enough.
-        patch.setattr(blocks, "_WORKSPACE_BLOCKS", 2)
-        blocks.plan_chunk_launch.cache_clear()
+        patch.setattr(launcher, "_WORKSPACE_BLOCKS", 2)
+        launcher.plan_chunk_launch.cache_clear()
         yield make
-    blocks.plan_chunk_launch.cache_clear()
+    launcher.plan_chunk_launch.cache_clear()
 
 
 @pytest.mark.parametrize(

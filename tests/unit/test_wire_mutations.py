@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -211,10 +211,8 @@ def require_refused_or_legal(victim: Victim, gathered: Gathered, what: str) -> N
 def largest_sent(victim: Victim, gathered: Gathered) -> float:
     words, largest = victim.words(gathered), 0.0
     for one, payload in zip(gathered.plan.plans, payloads_of(gathered.plan, words), strict=True):
-        numel = one.chunks * one.chunk_numel
-        flat = replace(one, transformed=False, rows=1, cols=numel, chunk_rows=1, chunk_cols=one.chunk_numel)
-        sent = torch.empty(numel)
-        REFERENCE.decode_tensor_(words, [payload], flat, one.sample_key(STEP, "t0"), "nodes", 1, sent)
+        sent = torch.empty(one.state_shape)
+        REFERENCE.decode_tensor_(words, [payload], one.of_coefficients(), one.sample_key(STEP, "t0"), 1, sent)
         largest = max(largest, float(sent.abs().max()) if sent.numel() else 0.0)
     return largest
 

@@ -14,7 +14,7 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexcomm.kernels.cpu.bits import fp16_bits, fp16_value
+from flexcomm.kernels.cpu.bits import bf16_value, fp16_bits, fp16_value, nearest_bf16
 from flexcomm.kernels.cpu.compiler import Float, Floats, Halves, Int, Longs, cached_kernel, compiled, summing
 from flexcomm.kernels.cpu.instructions import pointer_to
 
@@ -24,8 +24,6 @@ BFLOAT16, FLOAT16 = range(2)
 _HALVES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _BLOCK = 2048
 """Elements added up at a time: three arrays of them stay in the nearest cache."""
-_INFINITY = np.uint32(0x7F800000)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
 def mixer_of(x: Tensor, terms: list[tuple[Tensor, float]], out: Tensor) -> Callable[[int, int], float]:
@@ -153,7 +151,7 @@ def copy(out: Reals, new: Reals) -> None:
 def load(row: Floats, halves: Halves, kind: Int) -> None:
     if kind == BFLOAT16:
         for i in range(row.size):
-            row[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16)).view(np.float32)
+            row[i] = bf16_value(halves[i])
     else:
         for i in range(row.size):
             row[i] = fp16_value(np.uint32(halves[i]))
@@ -164,14 +162,7 @@ def store(halves: Halves, row: Floats, kind: Int) -> None:
     bits = row.view(np.uint32)
     if kind == BFLOAT16:
         for i in range(row.size):
-            halves[i] = any_bf16_bits(bits[i])
+            halves[i] = nearest_bf16(bits[i])
     else:
         for i in range(row.size):
             halves[i] = fp16_bits(bits[i])
-
-
-@compiled
-def any_bf16_bits(bits: Int) -> Int:
-    """Return the nearest bfloat16, ties to even; of a NaN, a NaN, which rounding could make a zero of."""
-    nearest = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.uint16(0x7FC0 if np.uint32(bits & _MAGNITUDE) > _INFINITY else nearest)

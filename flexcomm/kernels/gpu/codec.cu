@@ -2,7 +2,7 @@
 //
 // Every kernel takes one Job by value, so a launch needs no copy of its arguments to the device, and all kernels can be
 // called alike: by CuPy on a device, and by a few lines of C++ where there is none. For the same reason there is no
-// warp intrinsic here, no include, and no shared variable but one array whose parts blocks.py lays out.
+// warp intrinsic here, no include, and no shared variable but one array whose parts launcher.py lays out.
 //
 // Bits must be those of every other kernel set: no fused multiply-add, no flushing of denormals, divisions as IEEE has
 // them (options in launcher.py), and every sum in the order that flexcomm/kernels/reference gives. Float atomics have
@@ -19,7 +19,7 @@ enum ValueCode { FP32, BF16, FP16, INT8, SIGN, SIGN2 };
 enum IndexCode { NO_INDEX, PACKED, ELIAS_FANO, BITMAP };
 enum Element { FLOAT, BFLOAT16, HALF, DOUBLE };
 enum Operation { BUTTERFLY, MIX, SCALE, ADD_SCALED };
-enum Problem { INDEX_PROBLEM = 1, SCALE_PROBLEM, VALUE_PROBLEM, NO_PROBLEM };
+enum Problem { INDEX_PROBLEM = 7, SCALE_PROBLEM, VALUE_PROBLEM, NO_PROBLEM };  // as flexcomm/kernels/base.py has them
 
 const u32 INFINITE = 0x7F800000u;
 const u32 MAGNITUDE = 0x7FFFFFFFu;
@@ -61,9 +61,9 @@ struct Term {
 struct Job {
     i64 rows, cols, chunk_rows, chunk_cols, grid_cols, chunk_numel, chunks;
     i64 transformed, selection, k, tau_bits, values, value_bits, scales, count_bits, key, start;
-    i64 element, numel, first, senders, divisor, by_contributors, term_count;
+    i64 element, numel, first, senders, divisor, term_count;  // without a divisor, averages are over contributors
     // The block's share: chunks side by side, distance of rows in each of its areas, and where those begin, in words.
-    i64 group, solo, pitch, pitch_down, pitch_along, turned_at, marks_at, ranks_at, block_words;
+    i64 group, pitch, pitch_down, pitch_along, turned_at, marks_at, ranks_at, block_words;
     float decay, factor, stays, padding;
     Transform down, along;
     Section own;
@@ -261,9 +261,9 @@ __device__ void by_group(const Job& job, Work work) {
     Block block;
     block.thread = threadIdx.x;
     block.threads = blockDim.x;
-    block.rank = job.solo ? 0u : threadIdx.x;
-    block.size = job.solo ? 1u : blockDim.x;
-    block.lane = job.solo ? threadIdx.x : 0u;
+    block.rank = job.group > 1 ? 0u : threadIdx.x;
+    block.size = job.group > 1 ? 1u : blockDim.x;
+    block.lane = job.group > 1 ? threadIdx.x : 0u;
     block.length = (u32)job.chunk_numel;
     block.pitch = (u32)job.pitch;
     block.row = (float*)base;
@@ -763,7 +763,7 @@ extern "C" __global__ void histogram_of_chunks(const Job job) {
 __device__ void add_payloads(Block& block, const Job& job, i64 chunk) {
     for (u32 i = block.rank; i < block.length; i += block.size) {
         block.cell(i) = 0.0f;
-        if (job.by_contributors) block.spare(i) = 0.0f;  // how many gave it
+        if (!job.divisor) block.spare(i) = 0.0f;  // how many gave it
     }
     if (job.sections[0].code == NO_INDEX) select(block, job, chunk);
     block.sync();
@@ -774,12 +774,12 @@ __device__ void add_payloads(Block& block, const Job& job, i64 chunk) {
         visit_entries(block, job, section, at, [&](u32 i, u32 entry) {
             u32 code = get(job.words, at.value_bit + entry * job.value_bits, (u32)job.value_bits);
             block.cell(i) = block.cell(i) + dequantise(job.values, code, scales);
-            if (job.by_contributors) block.spare(i) = block.spare(i) + 1.0f;
+            if (!job.divisor) block.spare(i) = block.spare(i) + 1.0f;
         });
         block.sync();
     }
     for (u32 i = block.rank; i < block.length; i += block.size) {
-        float divisor = job.by_contributors ? fmaxf(block.spare(i), 1.0f) : (float)job.divisor;
+        float divisor = job.divisor ? (float)job.divisor : fmaxf(block.spare(i), 1.0f);
         block.cell(i) = block.cell(i) / divisor;
     }
 }

@@ -9,10 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexcomm.kernels.base import Average, Problem
-from flexcomm.kernels.gpu.blocks import LaunchConfig, load_program, plan_chunk_launch, plan_item_launch
-from flexcomm.kernels.gpu.launcher import CupyLauncher, Job, Section, Term, Transform
-from flexcomm.kernels.layout import Layout
+from flexcomm.kernels.base import Problem
+from flexcomm.kernels.gpu.launcher import (
+    CupyLauncher,
+    Job,
+    LaunchConfig,
+    Section,
+    Term,
+    load_transform,
+    plan_chunk_launch,
+    plan_item_launch,
+)
 from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState
 from flexcomm.kernels.plan import (
     BINS,
@@ -33,7 +40,7 @@ _CODES = (ValueCode.FP32, ValueCode.BF16, ValueCode.FP16, ValueCode.INT8, ValueC
 """Those of the enumerations of ``codec.cu``, which has a branch for each."""
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """As ``codec.cu`` numbers them."""
-_NO_PROBLEM = 4
+_NO_PROBLEM = Problem.VALUE + 1
 """More than any problem of a payload: kernels leave the least they find."""
 _LOW32 = (1 << 32) - 1
 _PLAN_FIELDS = (
@@ -68,22 +75,11 @@ class GpuKernels(PerTensorKernels):
         )
 
     def encode_tensor_(
-        self,
-        x: Tensor,
-        words: Tensor,
-        plan: TensorPlan,
-        layout: Layout,
-        sample_key: SampleKey,
-        threshold: ThresholdCounts | None,
-        state: TensorState,
+        self, x: Tensor, words: Tensor, payload: Payload, plan: TensorPlan, sample_key: SampleKey, state: TensorState
     ) -> bool:
-        words.zero_()
         job, answer = _coefficients_job(x, plan, sample_key, state), _answer(x.device)
-        job.set(words=words, answer=answer, next_state=state.state_out)
-        before = None if threshold is None else entries_before(threshold.counts)
-        job.own = _section(0, layout, before)
-        if threshold is not None:
-            job.set(counts=threshold.counts, tau_bits=threshold.tau_bits)
+        job.set(words=words.zero_(), answer=answer, next_state=state.state_out)
+        job.set(counts=payload.counts, tau_bits=payload.tau_bits, own=_section(job, payload))
         self._launch_chunks("encode_chunks", plan, job)
         return int(answer) == 0
 
@@ -95,31 +91,21 @@ class GpuKernels(PerTensorKernels):
         return counts if int(answer) == 0 else None
 
     def find_problem(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Problem:
-        job, answer, before = _plan_job(plan), _answer(words.device, _NO_PROBLEM), _before(payload)
-        job.own = _section(payload.start, payload.layout, before)
-        job.set(words=words, answer=answer)
+        job, answer = _plan_job(plan), _answer(words.device, _NO_PROBLEM)
+        job.set(words=words, answer=answer, own=_section(job, payload))
         self._launch_chunks("find_problems", plan, job)
         found = int(answer)
-        # The kernel counts the problems of a payload from 1 on.
-        return Problem.NONE if found == _NO_PROBLEM else Problem(Problem.INDEX + found - 1)
+        return Problem.NONE if found == _NO_PROBLEM else Problem(found)
 
     def decode_tensor_(
-        self,
-        words: Tensor,
-        payloads: Sequence[Payload],
-        plan: TensorPlan,
-        sample_key: SampleKey,
-        average: Average,
-        divisor: int,
-        out: Tensor,
+        self, words: Tensor, payloads: list[Payload], plan: TensorPlan, key: SampleKey, divisor: int, out: Tensor
     ) -> None:
         # Kernels fill contiguous memory only.
         dense = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        job, befores = _plan_job(plan, sample_key), [_before(payload) for payload in payloads]
-        sections = [_section(one.start, one.layout, before) for one, before in zip(payloads, befores, strict=True)]
+        job = _plan_job(plan, key)
+        sections = _list_records([_section(job, payload) for payload in payloads], out.device)
+        job.set(words=words, sections=sections, senders=len(payloads), divisor=divisor)
         job.set(element=_ELEMENTS[out.dtype], factor=plan.scale(1.0), memory=dense)
-        job.set(senders=len(payloads), divisor=divisor, by_contributors=int(average == "contributors"))
-        job.set(words=words, sections=_list_records(sections, out.device))
         _add_transforms(job, plan, inverse=True)
         self._launch_chunks("decode_chunks", plan, job)
         if dense is not out:
@@ -188,12 +174,14 @@ def _coefficients_job(x: Tensor, plan: TensorPlan, sample_key: SampleKey, state:
 
 def _add_transforms(job: Job, plan: TensorPlan, *, inverse: bool) -> None:
     lengths = (plan.chunk_rows, plan.chunk_cols) if plan.transformed else (1, 1)
-    job.down, job.along = (Transform(*load_program(one, job.device, inverse=inverse)[1]) for one in lengths)
+    job.down, job.along = (load_transform(one, job.device, inverse=inverse) for one in lengths)
 
 
-def _section(start: int, layout: Layout, before: Tensor | None) -> Section:
+def _section(job: Job, payload: Payload) -> Section:
+    start, layout = payload.start, payload.layout
     begins = (start + layout.indices, start + layout.scales, start + layout.values)
-    return Section(*begins, *layout.coding, 0 if before is None else before.data_ptr())
+    before = 0 if payload.counts is None else job.address_of(entries_before(payload.counts))
+    return Section(*begins, *layout.coding, before)
 
 
 def _list_records(records: Sequence[ctypes.Structure], device: torch.device) -> Tensor:
@@ -201,10 +189,6 @@ def _list_records(records: Sequence[ctypes.Structure], device: torch.device) -> 
     host = torch.frombuffer(bytearray(b"".join(map(bytes, records))), dtype=torch.int64)
     # From pinned memory the copy is queued; from any other, the host would wait for all that is queued before it.
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-
-
-def _before(payload: Payload) -> Tensor | None:
-    return None if payload.counts is None else entries_before(payload.counts)
 
 
 def _answer(device: torch.device, start: int = 0) -> Tensor:

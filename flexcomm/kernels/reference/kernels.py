@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexcomm.kernels.base import Average, Problem
+from flexcomm.kernels.base import Problem
 from flexcomm.kernels.layout import IndexCode, Layout, checksum_of
 from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState
 from flexcomm.kernels.plan import (
@@ -55,26 +55,19 @@ class ReferenceKernels(PerTensorKernels):
         )
 
     def encode_tensor_(
-        self,
-        x: Tensor,
-        words: Tensor,
-        plan: TensorPlan,
-        layout: Layout,
-        sample_key: SampleKey,
-        threshold: ThresholdCounts | None,
-        state: TensorState,
+        self, x: Tensor, words: Tensor, payload: Payload, plan: TensorPlan, sample_key: SampleKey, state: TensorState
     ) -> bool:
         check_implemented("reference", plan, SELECTIONS, CODES)
         coefficients = accumulate(x, plan, state.state, state.update)
         if plan.sends_indices:
-            chosen = _BY_MAGNITUDE[plan.selection](magnitude_bits(coefficients), plan, threshold)
+            chosen = _BY_MAGNITUDE[plan.selection](magnitude_bits(coefficients), plan, payload)
         else:
             chosen = _select_shared(plan, sample_key, x.device)
-        picked = coefficients[chosen]
+        picked, layout = coefficients[chosen], payload.layout
         bits = torch.zeros(32 * words.numel(), dtype=torch.int64, device=x.device)
-        if threshold is not None:
+        if payload.counts is not None:
             width = plan.chunk_numel.bit_length()
-            put(bits, width * torch.arange(plan.chunks, device=x.device), threshold.counts, width)
+            put(bits, width * torch.arange(plan.chunks, device=x.device), payload.counts, width)
         put_indices(bits[32 * layout.indices :], chosen, layout)
         codes, scales = quantise(picked, chosen, plan.values)
         scale_at, value_at = _value_positions(plan, layout, chosen.sum(dim=1))
@@ -107,14 +100,7 @@ class ReferenceKernels(PerTensorKernels):
         return Problem.NONE
 
     def decode_tensor_(
-        self,
-        words: Tensor,
-        payloads: Sequence[Payload],
-        plan: TensorPlan,
-        sample_key: SampleKey,
-        average: Average,
-        divisor: int,
-        out: Tensor,
+        self, words: Tensor, payloads: list[Payload], plan: TensorPlan, key: SampleKey, divisor: int, out: Tensor
     ) -> None:
         check_implemented("reference", plan, SELECTIONS, CODES)
         total = torch.zeros(plan.state_shape, device=out.device)
@@ -122,10 +108,10 @@ class ReferenceKernels(PerTensorKernels):
         for payload in payloads:
             chosen, codes, scales = _unpack(words, payload, plan)
             if chosen is None:  # not sent: only sound payloads are decoded
-                chosen = _select_shared(plan, sample_key, words.device)
+                chosen = _select_shared(plan, key, words.device)
             total[chosen] += dequantise(codes, scales, chosen, plan.values)
             given[chosen] += 1.0
-        mean = total / given.clamp(min=1.0) if average == "contributors" else divided(total, float(divisor))
+        mean = divided(total, float(divisor)) if divisor else total / given.clamp(min=1.0)
         out.copy_(restore(mean, plan).reshape(out.shape).to(out.dtype))
 
     def checksum(self, words: Tensor) -> int:
@@ -184,18 +170,18 @@ def _mask(plan: TensorPlan, indices: Tensor) -> Tensor:
     return chosen.scatter_(1, indices, True)
 
 
-def _top_k(magnitudes: Tensor, plan: TensorPlan, _: ThresholdCounts | None) -> Tensor:
+def _top_k(magnitudes: Tensor, plan: TensorPlan, _: Payload) -> Tensor:
     order = magnitudes.sort(dim=1, descending=True, stable=True).indices
     return _mask(plan, order[:, : plan.k])
 
 
-def _threshold(magnitudes: Tensor, _: TensorPlan, threshold: ThresholdCounts | None) -> Tensor:
+def _threshold(magnitudes: Tensor, _: TensorPlan, payload: Payload) -> Tensor:
     """Select what reaches the threshold; of its own bin, so many of lowest index that the counts are kept."""
-    assert threshold is not None, "a variable plan is encoded with its threshold"  # noqa: S101  (our own invariant)
-    bin_end = ((threshold.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT
+    assert payload.counts is not None, "a variable plan is encoded with its counts"  # noqa: S101  (our own invariant)
+    bin_end = ((payload.tau_bits >> BIN_SHIFT) + 1) << BIN_SHIFT
     above = magnitudes >= bin_end
-    ties = (magnitudes >= threshold.tau_bits) & ~above
-    room = (threshold.counts - above.sum(dim=1)).unsqueeze(1)
+    ties = (magnitudes >= payload.tau_bits) & ~above
+    room = (payload.counts - above.sum(dim=1)).unsqueeze(1)
     return above | (ties & (ties.cumsum(dim=1) <= room))
 
 

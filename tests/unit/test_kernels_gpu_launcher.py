@@ -8,7 +8,7 @@ import pytest
 
 from flexcomm.kernels import Selection, TensorPlan, ValueCode
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
-from flexcomm.kernels.gpu.blocks import plan_chunk_launch, plan_levels, rows_of_step
+from flexcomm.kernels.gpu.launcher import plan_chunk_launch, plan_levels, rows_of_step
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 12, 20, 64, 140])
