@@ -55,7 +55,8 @@ def is_sharded(param: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: the same memory, outside of autograd."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.detach() if own.requires_grad else own
 
 
 def gradient_of(param: Tensor) -> Tensor:

@@ -215,8 +215,17 @@ class BufferPlan:
         return Header(self.digest, step, sequence, self.entries)
 
     def sample_keys(self, step: int) -> list[SampleKey]:
-        """Return each tensor's key of a step."""
-        return [plan.sample_key(step, spec.name) for plan, spec in zip(self.plans, self.specs, strict=True)]
+        """Return each tensor's key of a step; those of the last one are kept."""
+        keys = self._keys.get(step)
+        if keys is None:
+            keys = [plan.sample_key(step, spec.name) for plan, spec in zip(self.plans, self.specs, strict=True)]
+            self._keys.clear()
+            self._keys[step] = keys
+        return keys
+
+    @cached_property
+    def _keys(self) -> dict[int, list[SampleKey]]:
+        return {}
 
     @cached_property
     def has_keys(self) -> bool:

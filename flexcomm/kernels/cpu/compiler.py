@@ -13,9 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 from numba import types
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numpy.typing import NDArray
 
 from flexcomm.kernels.cpu.cache import cache_folders, folder_of, share
@@ -58,8 +61,49 @@ def list_sources() -> list[Path]:
 _SOURCES = hashlib.blake2b(b"".join(source.read_bytes() for source in list_sources()), digest_size=6).hexdigest()
 
 
-# A part is called by compiled code alone: entries for Python and C would take a tenth of the time to compile.
-_PART: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+class _PartLibrary(JITCodeLibrary):
+    """The code of a part, as it is before LLVM sees it: that of a loop holds all its parts, and is optimised whole.
+
+    numba would also optimise each part alone, and make machine code of it that nobody runs: a sixth of the time.
+    """
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout  # noqa: SLF001
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
+        # numba writes the address of its environment to a variable of this name, whether or not anything reads it.
+        names = [one.name for one in self._final_module.global_variables if one.name.startswith("_ZN08NumbaEnv")]
+        module = llvm.parse_assembly("".join(f'@"{name}" = common global ptr null\n' for name in names))
+        self._codegen._add_module(module)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        self._codegen._engine.finalize_object()  # noqa: SLF001
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:  # noqa: ARG002  (there is none)
+        self._ensure_finalized()  # type: ignore[no-untyped-call]
+        return 0
+
+
+class _PartCompiler(Compiler):
+    def define_pipelines(self) -> Any:
+        self.state.library = _PartLibrary(self.state.targetctx.codegen(), "part")  # type: ignore[no-untyped-call]
+        self.state.library.enable_object_caching()
+        return super().define_pipelines()  # type: ignore[no-untyped-call]
+
+
+_OVERRIDDEN = [name for name in vars(_PartLibrary) if not name.startswith("__")]
+_PART: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    # A numba that works otherwise compiles parts its own way.
+    "pipeline_class": _PartCompiler if all(hasattr(JITCodeLibrary, name) for name in _OVERRIDDEN) else Compiler,
+    # A part is called by compiled code alone: entries for Python and C would take a tenth of the time to compile.
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
 
 
 def compiled(function: Function) -> Function:

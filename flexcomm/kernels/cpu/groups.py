@@ -23,7 +23,7 @@ from flexcomm.kernels.plan import SampleKey, TensorPlan, check_implemented, thre
 
 Loop = Callable[..., Any]
 
-BLOCK_NUMEL = 1 << 14
+BLOCK_NUMEL = 1 << 15
 """Elements that are worked on at a time, loop by loop: with their states, they stay in a core's second cache."""
 _CHUNKS_PER_WORD = 32
 """So many chunks end at a word, whatever their number of bits: threads that begin there share no word."""

@@ -178,14 +178,14 @@ class CpuEncoder:
         """Fill in the tables and the job; return the tensors that they point to."""
         keys = self._plan.sample_keys(step) if self._plan.has_keys else []
         inputs = [x if x.dtype in t.DTYPES and x.is_contiguous() else _as_floats(x) for x in tensors]
-        self._job[[t.DECAY, t.STAYS]] = _bits(update.decay, 1.0 - update.alpha)
+        self._job[t.DECAY : t.STAYS + 1] = _bits(update.decay, 1.0 - update.alpha)
         for group in self._groups:
             group.set_inputs(inputs, update.gain, keys)
             if states is not None and states_out is not None:
                 group.set_addresses(t.STATE, states)
                 group.set_addresses(t.STATE_OUT, states_out)
             else:
-                group.table[:, [t.STATE, t.STATE_OUT]] = 0
+                group.table[:, t.STATE : t.STATE_OUT + 1] = 0
         return inputs
 
     def _run(self, group: Group, loops: Numbers, begin: int, end: int) -> tuple[Problems, list[Encoded]]:
@@ -418,13 +418,14 @@ class _Received:
         self.group, self._starts, self._job, self._places_vary = group, starts, job, places_vary
         variable_count, senders = group.variable_count, len(starts)
         self._is_shared = not group.sends_indices and not variable_count
-        self._tables = np.repeat(group.table[None], senders if places_vary else 1, axis=0)
+        self._tables = np.repeat(group.table[None], senders, axis=0) if places_vary else group.table[None]
         entries = sum(plan.entries for plan in group.plans)
         self._picks = np.zeros((senders, 0 if self._is_shared else entries), np.int32)
         self.before = np.zeros((senders if variable_count else 0, group.plans[0].chunks + 1), np.int64)
         self._tensor_blocks = group.tensor_blocks()
         job[[t.SENDERS, t.STARTS, t.DIVISOR]] = senders, starts.ctypes.data, senders * summed
-        job[[t.PICKS, t.PICK_PITCH, t.IS_BLOCK]] = self._picks.ctypes.data, self._picks.shape[1], 0
+        self._picks_at = self._picks.ctypes.data
+        job[[t.PICKS, t.PICK_PITCH, t.IS_BLOCK]] = self._picks_at, self._picks.shape[1], 0
         if variable_count:
             job[[t.BEFORE, t.BEFORE_PITCH]] = self.before.ctypes.data, self.before.shape[1]
         job[t.ROW_PITCH] = group.table.size if places_vary else 0
@@ -460,10 +461,11 @@ class _Received:
     ) -> None:
         """Fill in where outputs are, the keys of a step, and how averages are taken and used."""
         self.group.set_inputs(outputs, 1.0, keys)
-        changing = [t.X, t.DTYPE, t.FACTOR, t.KEY, t.START]
-        self._tables[0][:, changing] = self.group.table[:, changing]
+        if self._places_vary:
+            self._tables[0][:, t.CHANGING] = self.group.table[:, t.CHANGING]
         self._job[t.COUNTED] = average == "contributors" and not self._is_shared
-        self._job[[t.EPILOGUE, t.LR, t.KEEP]] = _KINDS.index(epilogue.kind), *_bits(epilogue.lr, epilogue.keep).tolist()
+        self._job[t.EPILOGUE] = _KINDS.index(epilogue.kind)
+        self._job[t.LR : t.KEEP + 1] = _bits(epilogue.lr, epilogue.keep)
 
     def decode_blocks_(self, loops: Numbers, begin: int, end: int) -> None:
         """Run loops that turn some blocks into averages, and use them."""
@@ -471,11 +473,11 @@ class _Received:
         sizes = group.sizes._replace(coefs=senders * group.sizes.entries)
         scratch = _scratch.get(sizes)
         job = scratch.start(self._job)
-        if not self._is_drawn:
-            job[[t.PICKS, t.IS_BLOCK]] = self._job[[t.PICKS, t.IS_BLOCK]]
+        if self._is_drawn:
+            job[t.PICK_PITCH], job[t.IS_BLOCK] = 0, 1
         else:
-            job[[t.PICK_PITCH, t.IS_BLOCK]] = 0, 1
-        job[[t.SENT, t.SENT_PITCH]] = job[t.COEFS], sizes.entries
+            job[t.PICKS] = self._picks_at
+        job[t.SENT], job[t.SENT_PITCH] = job[t.COEFS], sizes.entries
         t.run_loops(self._tables[0], group.blocks[begin:end], job, loops)
 
 
@@ -511,12 +513,8 @@ class Scratch:
     def start(self, job: Numbers) -> Numbers:
         """Return a job that uses this memory; the one before is over."""
         self._job[:] = job
-        self._job[_SCRATCH] = self._addresses
+        self._job[t.COEFS : t.PICKS + 1] = self._addresses
         return self._job
-
-
-_SCRATCH = [t.COEFS, t.TILES, t.TOPS, t.MEMORY, t.PICKS]
-"""Where the memory of each of ``ScratchSizes`` is told."""
 
 
 class _ScratchOfThread(threading.local):

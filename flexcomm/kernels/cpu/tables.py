@@ -24,13 +24,13 @@ TENSOR_COLUMNS = 37
     VALUE_CODE, EVERYTHING, BINS, FILLS_BINS,
     DOWN, DOWN_STEPS, DOWN_FACTORS, DOWN_COUNT, ALONG, ALONG_STEPS, ALONG_FACTORS, ALONG_COUNT,
 ) = range(TENSOR_COLUMNS)  # fmt: skip
-"""The columns of a table of tensors.
+CHANGING = slice(X, START + 1)
+"""The columns of a table of tensors, and those of them that change from call to call.
 
-The first seven change from call to call: addresses of tensor and states, the number of its dtype in DTYPES, the factor
-of coefficients as the bits of a float32, and the sample key. FIRST_ENTRY counts through the table; INDICES, SCALES and
-VALUES are the words of a buffer at which sections begin, VALUE_PADDING the bits behind the values of each chunk.
-Whether EVERYTHING is sent, whether the selection FILLS_BINS itself; the rest are the lists of the transform, for
-columns (DOWN) and rows (ALONG).
+These are addresses of tensor and states, the number of its dtype in DTYPES, the factor of coefficients as the bits of
+a float32, and the sample key. FIRST_ENTRY counts through the table; INDICES, SCALES and VALUES are the words of a
+buffer at which sections begin, VALUE_PADDING the bits behind the values of each chunk. Whether EVERYTHING is sent,
+whether the selection FILLS_BINS itself; the rest are the lists of the transform, for columns (DOWN) and rows (ALONG).
 """
 
 JOB_NUMBERS = 39
@@ -49,7 +49,7 @@ own begins (STARTS) and its row of the table (ROW_PITCH, 0 if all have the same)
 the DIVISOR of sums; the epilogue, and the bits of its LR and KEEP. The rest are addresses, pitches and lengths: COEFS
 of a block whose tensor has no state, scratch (TILES, TOPS, MEMORY), PICKS and SENT values by sender, of the block alone
 if IS_BLOCK, how many entries are BEFORE each chunk, COUNTS of what reaches a BOUND; from SOURCE on, the arguments of a
-codelet.
+codelet: AHEAD and STATE_AHEAD are what it fetches for the next chunk, TURNED_ROWS lists addresses of rows of TURNED.
 """
 
 

@@ -536,24 +536,24 @@ def decode_flat(row: Longs, job: Longs) -> Int:
 @compiled
 def step_shared(row: Longs, job: Longs) -> None:
     """Step the elements that all senders sent of chunks; they sent the same ones."""
-    divisor, count = np.float32(job[t.DIVISOR]), row[t.K]
+    divisor, count, numel, size = np.float32(job[t.DIVISOR]), row[t.K], row[t.NUMEL], 2 if row[t.DTYPE] else 4
     for at in range(job[t.FIRST], job[t.LAST]):
-        picks, total = picks_of(row, job, 0, at), sent_of(row, job, 0, at)
-        if at + 1 < job[t.LAST]:
-            ahead = picks_of(row, job, 0, at + 1)
-            for entry in range(count):
-                prefetch(element_at(row, (at + 1) * row[t.NUMEL] + ahead[entry]))
+        picks, total, first = picks_of(row, job, 0, at), sent_of(row, job, 0, at), at * numel
         for entry in range(count):
             total[entry] = _ZERO + total[entry]
         for sender in range(1, job[t.SENDERS]):
             values = sent_of(row, job, sender, at)
             for entry in range(count):
                 total[entry] += values[entry]
+        # An entry of the next chunk is fetched for each one of this: a core has room for few lines on their way.
+        after = min(at + 1, job[t.LAST] - 1)
+        ahead, next_chunk = picks_of(row, job, 0, after), row[t.X] + size * numel * after
+        # Zeros behind a tensor's end may be sent, too.
+        is_inside = first + numel <= row[t.COLS]
         for entry in range(count):
-            place = at * row[t.NUMEL] + picks[entry]
-            # Zeros behind a tensor's end may be sent, too.
-            if place < row[t.COLS]:
-                step_element(row, job, place, total[entry] / divisor)
+            prefetch(next_chunk + size * ahead[entry])
+            if is_inside or first + picks[entry] < row[t.COLS]:
+                step_element(row, job, first + picks[entry], total[entry] / divisor)
 
 
 @cached_kernel
