@@ -53,7 +53,7 @@ SECTIONS = (
     ),
     Section(
         "One step of 23 M parameters, 4 nodes at 100 Mbit/s",
-        "Four ranks share two cores, so every processor second of a rank is half a second of all_ranks_transport's.",
+        "Four ranks share two cores, so every processor second of a rank is half a second of everybody's.",
         _FOUR_NODES,
         ("step", "-n", "3"),
     ),

@@ -30,6 +30,7 @@ from flexdemo import FlexDeMo
 _NODES, _RANKS = 2, 2
 _QUICK_STEPS = 5
 _WARMUPS = 3
+_ADAMW = "torch AdamW, fused"
 FIGURES = frozenset(
     {"step_of_fused_adamw", "state_buffers", "gradients_of_shard", "cpu_of_detonation", "bytes_of_detonation"}
 )
@@ -49,7 +50,7 @@ def optimizer(
     alone = measure_alone([shape for _, shape in find_model(model).shapes()], steps)
     print_table(
         f"a step of {model}, one node, one thread",
-        ("optimizer", "ms/step", "ratio", "state per parameter"),
+        ("optimizer", "CPU ms/step", "ratio", "state per parameter"),
         [(row.name, f"{1e3 * row.step_s:.1f}", f"{row.ratio:.2f}", f"{row.state:.2f}") for row in alone],
         sys.stdout,
     )
@@ -102,7 +103,7 @@ def _measure_sharded(steps: int) -> tuple[dict[str, dict[str, float]], str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step, as many times the first one's, and elements of saved state for each parameter element."""
+    """Processor seconds of a step, as many times the first one's, and elements of saved state for each parameter element."""
 
     name: str
     step_s: float
@@ -111,7 +112,7 @@ class Cost:
 
 
 def measure_alone(shapes: Sequence[tuple[int, ...]], steps: int) -> list[Cost]:
-    """Return AdamW's cost, then FlexDeMo's: medians of interleaved steps."""
+    """Return AdamW's cost, then FlexDeMo's: medians of the processor time of interleaved steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -124,29 +125,40 @@ def measure_alone(shapes: Sequence[tuple[int, ...]], steps: int) -> list[Cost]:
 def _measure_optimizers(shapes: Sequence[tuple[int, ...]], steps: int, world: flexcomm.World) -> list[Cost]:
     compressors = {
         "demo(k=32)": flexcomm.demo(k=32),
-        "demo(k=8)": flexcomm.demo(k=8),
+        'demo(k=32, values="sign")': flexcomm.demo(k=32, values="sign"),
+        "top_k(1/32)": flexcomm.top_k(1 / 32),
+        "random_k(1/32)": flexcomm.random_k(1 / 32),
         "striding(1/32)": flexcomm.striding(1 / 32),
     }
-    optimizers: dict[str, Optimizer] = {"torch AdamW, fused": AdamW(_with_gradients(shapes), fused=True)}
+    half, flat = torch.bfloat16, [(torch.Size(shape).numel(),) for shape in shapes]
+    optimizers: dict[str, Optimizer] = {_ADAMW: AdamW(_with_gradients(shapes), fused=True)}
     for name, compressor in compressors.items():
         optimizers[f"FlexDeMo, {name}"] = FlexDeMo(_with_gradients(shapes), compressor=compressor, world=world)
+    optimizers[f"{_ADAMW}, bfloat16"] = AdamW(_with_gradients(shapes, half), fused=True)
+    optimizers["FlexDeMo, demo(k=32), bfloat16"] = FlexDeMo(
+        _with_gradients(shapes, half), compressor=compressors["demo(k=32)"], world=world
+    )
+    for k in (4, 32):
+        optimizers[f"FlexDeMo, demo(k={k}), flat"] = FlexDeMo(
+            _with_gradients(flat), compressor=flexcomm.demo(k=k), world=world
+        )
     seconds: dict[str, list[float]] = {name: [] for name in optimizers}
     for number in range(_WARMUPS + steps):
         for name, optimizer in optimizers.items():
-            begin_s = time.perf_counter()
+            begin_s = time.process_time()
             optimizer.step()
             if number >= _WARMUPS:
-                seconds[name].append(time.perf_counter() - begin_s)
+                seconds[name].append(time.process_time() - begin_s)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    base_s = next(iter(medians.values()))
+    base_s = medians[_ADAMW]
     return [Cost(name, median, median / base_s, _state_of(optimizers[name])) for name, median in medians.items()]
 
 
-def _with_gradients(shapes: Sequence[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+def _with_gradients(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
     for param in params:
-        param.grad = torch.randn(param.shape, generator=generator)
+        param.grad = torch.randn(param.shape, generator=generator).to(dtype)
     return params
 
 
