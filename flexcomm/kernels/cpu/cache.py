@@ -255,7 +255,8 @@ class _Cache:
             return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        if result.library.has_dynamic_globals:  # addresses of this process
+        if result.library.has_dynamic_globals:
+            warn_once(f"kernel {self._function.__name__} holds addresses of this process: every process compiles it")
             return
         try:
             data: bytes = dumps(result._reduce())  # type: ignore[no-untyped-call]  # noqa: SLF001

@@ -97,33 +97,6 @@ def together(row: Longs, job: Longs) -> Int:
     return max(job[t.LAST] - job[t.FIRST], 1) if row[t.SCALES] == row[t.VALUES] and row[t.VALUE_PADDING] == 0 else 1
 
 
-@compiled
-def put_chunks(row: Longs, job: Longs, put: Callable[..., None]) -> Int:
-    """Write what is picked of chunks by a code, unless it is not finite; what was not sent stays in its place."""
-    many = together(row, job)
-    for at in range(job[t.FIRST], job[t.LAST], many):
-        count = entries_before(row, job, 0, at + many) - entries_before(row, job, 0, at)
-        taken = take(row, job, at, many)
-        if is_nonfinite(taken, count):
-            job[t.FAILED] = at
-            return _STATE
-        put(row, job, at, taken, count)
-        if not row[t.EVERYTHING]:
-            put_back(row, job, at, many)
-    return 0
-
-
-@compiled
-def get_chunks(row: Longs, job: Longs, get: Callable[..., None]) -> Int:
-    """Fill in the values that all senders sent of chunks, by a code."""
-    many = together(row, job)
-    for sender in range(job[t.SENDERS]):
-        for at in range(job[t.FIRST], job[t.LAST], many):
-            count = entries_before(row, job, sender, at + many) - entries_before(row, job, sender, at)
-            get(row, job, sender, at, sent_of(row, job, sender, at), count)
-    return 0
-
-
 # --- floats -----------------------------------------------------------------------------------------------------------
 
 
@@ -287,17 +260,36 @@ def get_sign2(row: Longs, job: Longs, sender: Int, chunk: Int, sent: Floats, cou
 
 
 def _loops(put: Callable[..., None], get: Callable[..., None]) -> tuple[Callable[..., Int], Callable[..., Int]]:
-    """Return the loops that write and read chunks by a code; each is compiled when it is used first."""
+    """Return the loops that write and read chunks by a code; each is compiled when it is used first.
 
-    def put_loop(row: Longs, job: Longs) -> Int:
-        return put_chunks(row, job, put)
+    They call the code's functions by name: code that is handed on as an argument holds addresses of this process, and
+    would be compiled again in every other.
+    """
 
-    def get_loop(row: Longs, job: Longs) -> Int:
-        return get_chunks(row, job, get)
+    def put_chunks(row: Longs, job: Longs) -> Int:
+        many = together(row, job)
+        for at in range(job[t.FIRST], job[t.LAST], many):
+            count = entries_before(row, job, 0, at + many) - entries_before(row, job, 0, at)
+            taken = take(row, job, at, many)
+            if is_nonfinite(taken, count):
+                job[t.FAILED] = at
+                return _STATE
+            put(row, job, at, taken, count)
+            if not row[t.EVERYTHING]:
+                put_back(row, job, at, many)
+        return 0
 
-    for loop, code in ((put_loop, put), (get_loop, get)):
+    def get_chunks(row: Longs, job: Longs) -> Int:
+        many = together(row, job)
+        for sender in range(job[t.SENDERS]):
+            for at in range(job[t.FIRST], job[t.LAST], many):
+                count = entries_before(row, job, sender, at + many) - entries_before(row, job, sender, at)
+                get(row, job, sender, at, sent_of(row, job, sender, at), count)
+        return 0
+
+    for loop, code in ((put_chunks, put), (get_chunks, get)):
         loop.__name__ = loop.__qualname__ = f"{code.__name__}_chunks"
-    return cached_kernel(put_loop), cached_kernel(get_loop)
+    return cached_kernel(put_chunks), cached_kernel(get_chunks)
 
 
 CODES = {
