@@ -103,7 +103,7 @@ def _measure_sharded(steps: int) -> tuple[dict[str, dict[str, float]], str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Processor seconds of a step, as many times the first one's, and elements of saved state for each parameter element."""
+    """Processor seconds of a step, as many times AdamW's, and elements of saved state for each parameter element."""
 
     name: str
     step_s: float
