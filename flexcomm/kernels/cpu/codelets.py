@@ -164,18 +164,16 @@ class _Emitter:
         return cgutils.alloca_once_value(self.builder, value)  # type: ignore[no-untyped-call]
 
     def fetching(self, memory: Any, pitch: Any, group: Any) -> Callable[[int], None]:
-        """Return what fetches a row of a square, as one of the groups of columns; of all groups together, all of it.
+        """Return what fetches lines of a square, as one of the groups of columns; of all groups together, all of it.
 
-        Where vectors are shorter than a line of cache, the groups of one line each fetch a share of the rows.
+        Row by row: the lines of a row are near each other in memory, and mostly in one page.
         """
-        shares, builder = _LINE // LANES, self.builder
-        line = builder.udiv(group, ir.Constant(_LONG, shares))
-        first = builder.mul(builder.urem(group, ir.Constant(_LONG, shares)), ir.Constant(_LONG, LENGTH // shares))
-        begin = self.at(memory, pitch, first, builder.mul(line, ir.Constant(_LONG, _LINE)))
+        begin, lines = self.at(memory, pitch, self.builder.mul(group, ir.Constant(_LONG, LANES))), LENGTH // _LINE
 
         def fetch(number: int) -> None:
-            if number % shares == 0:
-                emit_prefetch(builder, self.at(begin, pitch, number // shares))
+            row, line = divmod(number * LANES * lines // LENGTH, lines)
+            if number * LANES * lines % LENGTH == 0:
+                emit_prefetch(self.builder, self.at(begin, pitch, row, line * _LINE))
 
         return fetch
 
