@@ -228,6 +228,14 @@ class BufferPlan:
         return {}
 
     @cached_property
+    def drawn(self) -> dict[int, tuple[int, NDArray[np.int32]]]:
+        """What encoders drew of shared selections, by the first tensor of those drawn together: the step, and indices.
+
+        Decoders of the same step need not draw again. What is in here is never changed, but replaced.
+        """
+        return {}
+
+    @cached_property
     def has_keys(self) -> bool:
         """Whether a selection depends on the step."""
         return any(plan.selection.rule.sample_key is not None for plan in self.plans)

@@ -367,3 +367,21 @@ def test_an_interrupt_leaves_the_momentum_of_what_was_encoded_before(monkeypatch
         encoder.encode_(tensors, states, states, StateUpdate(decay=0.9), step=0, sequence=SEQUENCE)
     for state, old, x in zip(states, before, tensors, strict=True):
         assert float((state - old).abs().max()) <= 2.0**-21 / 0.9 * float(2 * old.abs().max() + 64 * x.abs().max())
+
+
+def test_indices_drawn_for_a_later_step_are_not_those_of_an_earlier_one() -> None:
+    """A bucket may be encoded for the next step before this one is decoded: both have one plan."""
+    plan = plan_single(TensorPlan(1, 4096, 1, 4096, False, Selection.RANDOM_K, 128, ValueCode.FP32))
+    kernels, x, averages = CpuKernels(1), torch.arange(1.0, 4097.0), []
+    buffers = [torch.zeros(plan.nwords, dtype=torch.int32) for _ in range(2)]
+    for step, words in enumerate(buffers):
+        assert kernels.encoder(plan, words).encode_([x], None, None, StateUpdate(), step=step, sequence=0) == 0
+    for one in (kernels, ReferenceKernels()):
+        for step, words in enumerate(buffers):
+            averages.append(torch.empty(4096))
+            decoder = one.decoder(plan, words, [Region("self", 0, plan.nwords)])
+            assert int(decoder.verify(step=step, sequence=0)) == 0
+            decoder.decode_(averages[-1:], step=step, average="nodes")
+    assert torch.equal(averages[0], averages[2])
+    assert torch.equal(averages[1], averages[3])
+    assert not torch.equal(averages[0], averages[1])

@@ -64,6 +64,9 @@ class Group:
     def __post_init__(self) -> None:
         self.variable_count, self.values = self.plans[0].variable_count, self.plans[0].values
         self.numel = sum(plan.chunks * plan.chunk_numel for plan in self.plans)
+        self.entries = sum(plan.entries for plan in self.plans)
+        # Which coefficients are sent follows from the step.
+        self.is_shared = self.pick is not None and not self.sends_indices
 
     def tensor_blocks(self) -> NDArray[np.int64]:
         """Return blocks that are whole tensors."""

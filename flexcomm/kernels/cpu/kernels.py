@@ -54,6 +54,8 @@ _KINDS = get_args(EpilogueKind)
 _SMALLEST_SHARE = 1 << 16
 """Elements below which a second thread costs more than it saves."""
 _MAGNITUDE = 0x7FFFFFFF
+_KEPT_SHARE = 16
+"""Indices that were drawn are kept if at most one element of so many is sent."""
 _NO_LIMIT = _MAGNITUDE + 1
 """More than any magnitude, as bits: of tensors that have been checked."""
 
@@ -141,9 +143,7 @@ class CpuEncoder:
                 entries, nwords = self._encode_variable_(problems, encoded)
             for group, loops in zip(self._groups, self.loops, strict=True):
                 if not group.variable_count:
-                    for found, done in run(group, self._threads, partial(self._run, group, loops)):
-                        problems += found
-                        encoded += done
+                    self._encode_group_(group, loops, step, problems, encoded)
         except BaseException:  # an interrupt: what was done by then is known
             if in_place and update.decay:
                 self._roll_back(encoded, update)
@@ -188,10 +188,29 @@ class CpuEncoder:
                 group.table[:, t.STATE : t.STATE_OUT + 1] = 0
         return inputs
 
-    def _run(self, group: Group, loops: Numbers, begin: int, end: int) -> tuple[Problems, list[Encoded]]:
-        """Run loops on some blocks of a group; return what is wrong with them, and what was done to their states."""
-        scratch = _scratch.get(group.sizes)
-        job, blocks = scratch.start(self._job), group.blocks[begin:end]
+    def _encode_group_(
+        self, group: Group, loops: Numbers, step: int, problems: Problems, encoded: list[Encoded]
+    ) -> None:
+        """Write the payloads of a group; add to what is wrong, and to what was done to states."""
+        # Decoding need not draw them again; where many are sent, that is cheaper than memory.
+        is_kept = group.is_shared and group.entries * _KEPT_SHARE <= group.numel
+        drawn = np.empty(group.entries, np.int32) if is_kept else None
+        for found, done in run(group, self._threads, partial(self._run, group, loops, drawn)):
+            problems += found
+            encoded += done
+        if drawn is not None and not problems:
+            self._plan.drawn[group.numbers[0]] = step, drawn
+
+    def _run(
+        self, group: Group, loops: Numbers, drawn: NDArray[np.int32] | None, begin: int, end: int
+    ) -> tuple[Problems, list[Encoded]]:
+        """Run loops on some blocks of a group; return what is wrong with them, and what was done to their states.
+
+        Picks of a shared selection are left in ``drawn``.
+        """
+        job, blocks = _scratch.get(group.sizes).start(self._job), group.blocks[begin:end]
+        if drawn is not None:
+            job[[t.PICKS, t.IS_BLOCK]] = drawn.ctypes.data, 0
         if group.variable_count:
             self._use_counts(group, job)
         status = int(t.run_loops(group.table, blocks, job, loops))
@@ -240,7 +259,8 @@ class CpuEncoder:
                 group.table[0, t.STATE_OUT] = held[group.numbers[0]].ctypes.data
         self._before.clear()
         for group in variable:
-            for found, done in run(group, self._threads, partial(self._run, group, _addresses((group.accumulate,)))):
+            accumulate = partial(self._run, group, _addresses((group.accumulate,)), None)
+            for found, done in run(group, self._threads, accumulate):
                 problems += found
                 encoded += done
             self._before[group.numbers[0]] = self._find_counts(group)
@@ -254,7 +274,7 @@ class CpuEncoder:
             encoded.clear()
             for group in variable:
                 loops = _addresses((selection.pick_threshold, indices.put_counts, *_put_loops(group)))
-                found, done = self._run(group, loops, 0, len(group.blocks))
+                found, done = self._run(group, loops, None, 0, len(group.blocks))
                 problems += found
                 encoded += done
         return entries, aligned(position)
@@ -369,7 +389,9 @@ class CpuDecoder:
         )
         for received, loops in zip(self._received, self.loops, strict=True):
             received.set_inputs(filled, keys, average, epilogue if is_direct else STORE)
-            run(received.group, self._threads, partial(received.decode_blocks_, loops))
+            of_step, drawn = self._plan.drawn.get(received.group.numbers[0], (None, None))
+            is_known = of_step == step and self._decoded_as is self._plan
+            run(received.group, self._threads, partial(received.decode_blocks_, loops, drawn if is_known else None))
         if not is_direct:
             for out, average_of_out in zip(outputs, filled, strict=True):
                 apply_epilogue_(out, average_of_out, epilogue)
@@ -417,10 +439,8 @@ class _Received:
     def __init__(self, group: Group, starts: Numbers, job: Numbers, summed: int, *, places_vary: bool) -> None:
         self.group, self._starts, self._job, self._places_vary = group, starts, job, places_vary
         variable_count, senders = group.variable_count, len(starts)
-        self._is_shared = not group.sends_indices and not variable_count
         self._tables = np.repeat(group.table[None], senders, axis=0) if places_vary else group.table[None]
-        entries = sum(plan.entries for plan in group.plans)
-        self._picks = np.zeros((senders, 0 if self._is_shared else entries), np.int32)
+        self._picks = np.zeros((senders, group.entries if group.sends_indices or variable_count else 0), np.int32)
         self.before = np.zeros((senders if variable_count else 0, group.plans[0].chunks + 1), np.int64)
         self._tensor_blocks = group.tensor_blocks()
         job[[t.SENDERS, t.STARTS, t.DIVISOR]] = senders, starts.ctypes.data, senders * summed
@@ -429,7 +449,6 @@ class _Received:
         if variable_count:
             job[[t.BEFORE, t.BEFORE_PITCH]] = self.before.ctypes.data, self.before.shape[1]
         job[t.ROW_PITCH] = group.table.size if places_vary else 0
-        self._is_drawn = self._is_shared and group.pick is not None
         # A check is about one sender alone.
         self._check_jobs = np.repeat(job[None], senders, axis=0)
         for sender, own in enumerate(self._check_jobs):
@@ -443,8 +462,9 @@ class _Received:
         return _addresses((indices.read_indices, *checked) if self.group.sends_indices else checked)
 
     def decode_loops(self) -> tuple[Loop, ...]:
-        drawn = self.group.pick if self._is_drawn else None
-        return (values.CODES[self.group.values][1], *((drawn,) if drawn else ()), self.group.decode)
+        """Return the loops that decode a block; shared indices are drawn by the first one."""
+        drawing = (self.group.pick,) if self.group.is_shared and self.group.pick else ()
+        return (*drawing, values.CODES[self.group.values][1], self.group.decode)
 
     def place(self, sender: int, number: int, layout: Layout, position: int) -> None:
         """Fill in where a sender's payload of a tensor is."""
@@ -463,20 +483,22 @@ class _Received:
         self.group.set_inputs(outputs, 1.0, keys)
         if self._places_vary:
             self._tables[0][:, t.CHANGING] = self.group.table[:, t.CHANGING]
-        self._job[t.COUNTED] = average == "contributors" and not self._is_shared
+        self._job[t.COUNTED] = average == "contributors" and (self.group.sends_indices or self.group.variable_count)
         self._job[t.EPILOGUE] = _KINDS.index(epilogue.kind)
         self._job[t.LR : t.KEEP + 1] = _bits(epilogue.lr, epilogue.keep)
 
-    def decode_blocks_(self, loops: Numbers, begin: int, end: int) -> None:
-        """Run loops that turn some blocks into averages, and use them."""
+    def decode_blocks_(self, loops: Numbers, drawn: NDArray[np.int32] | None, begin: int, end: int) -> None:
+        """Run loops that turn some blocks into averages, and use them; without drawing what has been drawn."""
         group, senders = self.group, len(self._starts)
         sizes = group.sizes._replace(coefs=senders * group.sizes.entries)
         scratch = _scratch.get(sizes)
         job = scratch.start(self._job)
-        if self._is_drawn:
-            job[t.PICK_PITCH], job[t.IS_BLOCK] = 0, 1
-        else:
+        if not group.is_shared:
             job[t.PICKS] = self._picks_at
+        elif drawn is None:
+            job[[t.PICK_PITCH, t.IS_BLOCK]] = 0, 1
+        else:
+            job[[t.PICKS, t.PICK_PITCH]], loops = (drawn.ctypes.data, 0), loops[1:]
         job[t.SENT], job[t.SENT_PITCH] = job[t.COEFS], sizes.entries
         t.run_loops(self._tables[0], group.blocks[begin:end], job, loops)
 

@@ -409,14 +409,27 @@ def finish(row: Longs, job: Longs, place: Int, averages: Int, numel: Int, scratc
 
 
 @compiled
-def step_element(row: Longs, job: Longs, place: Int, average: Float) -> None:
-    """Step one element of the tensor, without weight decay."""
-    tile = job[t.TILES] + 4 * row[t.NUMEL] if row[t.DTYPE] else element_at(row, place)
-    if row[t.DTYPE]:
-        load_block(row, place, 1, 1, tile, 0)
-    floats_at(tile)[0] = stepped(job[t.EPILOGUE], floats_at(tile)[0], average, float_of(job[t.LR]), _ONE)
-    if row[t.DTYPE]:
-        store_block(row, place, 1, 1, tile, 0)
+def as_steps(job: Longs, averages: Floats, count: Int) -> None:
+    """Turn averages into what a step takes off their elements."""
+    if job[t.EPILOGUE] == _SIGN_STEP:
+        lr = float_of(job[t.LR])
+        for entry in range(count):
+            averages[entry] = lr if averages[entry] > _ZERO else -lr if averages[entry] < _ZERO else _ZERO
+
+
+@compiled
+def step_elements(row: Longs, job: Longs, first: Int, picks: Ints, steps: Floats, count: Int) -> None:
+    """Step so many elements of the chunk that begins at ``first``, without weight decay."""
+    if row[t.DTYPE] == 0:
+        out = floats_at(element_at(row, first))
+        for entry in range(count):
+            out[picks[entry]] -= steps[entry]
+        return
+    tile = job[t.TILES] + 4 * row[t.NUMEL]
+    for entry in range(count):
+        load_block(row, first + picks[entry], 1, 1, tile, 0)
+        floats_at(tile)[0] -= steps[entry]
+        store_block(row, first + picks[entry], 1, 1, tile, 0)
 
 
 @compiled
@@ -536,24 +549,26 @@ def decode_flat(row: Longs, job: Longs) -> Int:
 @compiled
 def step_shared(row: Longs, job: Longs) -> None:
     """Step the elements that all senders sent of chunks; they sent the same ones."""
-    divisor, count, numel, size = np.float32(job[t.DIVISOR]), row[t.K], row[t.NUMEL], 2 if row[t.DTYPE] else 4
+    divisor, numel, size = np.float32(job[t.DIVISOR]), row[t.NUMEL], 2 if row[t.DTYPE] else 4
     for at in range(job[t.FIRST], job[t.LAST]):
-        picks, total, first = picks_of(row, job, 0, at), sent_of(row, job, 0, at), at * numel
+        picks, total, first, count = picks_of(row, job, 0, at), sent_of(row, job, 0, at), at * numel, row[t.K]
         for entry in range(count):
             total[entry] = _ZERO + total[entry]
         for sender in range(1, job[t.SENDERS]):
             values = sent_of(row, job, sender, at)
             for entry in range(count):
                 total[entry] += values[entry]
-        # An entry of the next chunk is fetched for each one of this: a core has room for few lines on their way.
-        after = min(at + 1, job[t.LAST] - 1)
-        ahead, next_chunk = picks_of(row, job, 0, after), row[t.X] + size * numel * after
-        # Zeros behind a tensor's end may be sent, too.
-        is_inside = first + numel <= row[t.COLS]
+        if job[t.DIVISOR] > 1:
+            for entry in range(count):
+                total[entry] = total[entry] / divisor
+        as_steps(job, total, count)
+        ahead, next_chunk = picks_of(row, job, 0, min(at + 1, job[t.LAST] - 1)), row[t.X] + size * (first + numel)
         for entry in range(count):
             prefetch(next_chunk + size * ahead[entry])
-            if is_inside or first + picks[entry] < row[t.COLS]:
-                step_element(row, job, first + picks[entry], total[entry] / divisor)
+        # Zeros behind a tensor's end may be sent, too.
+        while count and first + picks[count - 1] >= row[t.COLS]:
+            count -= 1
+        step_elements(row, job, first, picks, total, count)
 
 
 @cached_kernel
@@ -580,14 +595,19 @@ def decode_plain(row: Longs, job: Longs) -> Int:
 @compiled
 def step_sent(row: Longs, job: Longs, chunk: Int, average: Floats) -> None:
     """Step the elements of a chunk that anybody sent, and zero their averages."""
+    first = chunk * row[t.NUMEL]
     for sender in range(job[t.SENDERS]):
-        picks = picks_of(row, job, sender, chunk)
-        for entry in range(entries_in(row, job, sender, chunk)):
-            index = picks[entry]
-            # An average of zero moves nothing, nor does one that another sender's entry has used.
-            if average[index] != _ZERO and chunk * row[t.NUMEL] + index < row[t.COLS]:
-                step_element(row, job, chunk * row[t.NUMEL] + index, average[index])
-            average[index] = _ZERO
+        picks, count = picks_of(row, job, sender, chunk), entries_in(row, job, sender, chunk)
+        # What was sent has been added up.
+        steps = sent_of(row, job, sender, chunk)
+        for entry in range(count):
+            # An average of zero moves nothing: so an entry that another sender has, too, is used once.
+            steps[entry] = average[picks[entry]]
+            average[picks[entry]] = _ZERO
+        as_steps(job, steps, count)
+        while count and first + picks[count - 1] >= row[t.COLS]:
+            count -= 1
+        step_elements(row, job, first, picks, steps, count)
 
 
 @cached_kernel
