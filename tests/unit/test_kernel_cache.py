@@ -22,7 +22,7 @@ import numba
 import numpy as np
 import pytest
 
-from flexcomm.kernels.cpu import cache, compiler
+from flexcomm.kernels.cpu import cache, compiler, indices
 from flexcomm.kernels.cpu.cache import CACHE_VARIABLE, Entry, cache_folders
 
 if TYPE_CHECKING:
@@ -114,6 +114,15 @@ def test_of_two_processes_at_once_one_compiles(folder: Path, tmp_path: Path) -> 
     outputs = [use.finish() for use in [start(tmp_path / "one") for _ in range(3)]]
     assert sum(output.count(COMPILING) for output in outputs) == 1
     assert len(files_of(folder)) == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_another_process_compiles_is_waited_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[object] = []
+    monkeypatch.setattr(compiler, "address_of", called.append)
+    with indices.put_indices._cache.entry_of(compiler.LOOP).compiling():
+        compiler.compile_loops((indices.put_indices, indices.put_counts))
+    assert called == [indices.put_counts, indices.put_indices, indices.put_counts]
 
 
 def test_a_damaged_file_is_compiled_again(folder: Path, tmp_path: Path) -> None:

@@ -144,6 +144,14 @@ class Entry:
                 with lock, suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_UN)
 
+    def is_compiled_elsewhere(self) -> bool:
+        """Return whether another process compiles the kernel now."""
+        lock = None if self.read() is not None else self._open_lock()
+        if lock is None:
+            return False
+        with lock:
+            return not _try_lock(lock)
+
     def _open_lock(self) -> IO[str] | None:
         for folder in cache_folders(to_write=True):
             path = folder / f"{self.name}.lock"
@@ -221,6 +229,13 @@ def share(dispatcher: Any, sources: str) -> None:  # Any: the dispatcher is of o
                 return compile_here(signature)
 
     dispatcher.compile, dispatcher._cache = compile_once, cache  # noqa: SLF001
+
+
+def is_compiled_elsewhere(dispatcher: Any, signature: Any) -> bool:
+    """Return whether another process of this host compiles what a dispatcher would."""
+    cache = dispatcher._cache  # noqa: SLF001
+    is_here = not isinstance(cache, _Cache) or signature.args in dispatcher.overloads
+    return not is_here and cache.entry_of(signature).is_compiled_elsewhere()
 
 
 def _find_missing(dispatcher: Any) -> str:

@@ -8,7 +8,7 @@ Integers are int64 throughout, because numba turns int64 with uint64 into a floa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,7 +21,7 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numpy.typing import NDArray
 
-from flexcomm.kernels.cpu.cache import cache_folders, folder_of, share
+from flexcomm.kernels.cpu.cache import cache_folders, folder_of, is_compiled_elsewhere, share
 
 # Any: what numba computes with is neither Python's int and float nor numpy's scalars to a type checker.
 Int = Any
@@ -136,6 +136,15 @@ def address_of(loop: Any) -> int:
     """Return the address of a loop's machine code, compiled or loaded now."""
     result = loop.get_compile_result(LOOP)
     return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
+
+
+def compile_loops(loops: Sequence[Any]) -> None:
+    """Compile or load loops; first those that no other process compiles, so that those of a host share the work."""
+    for loop in loops:
+        if not is_compiled_elsewhere(loop, LOOP):
+            address_of(loop)
+    for loop in loops:
+        address_of(loop)
 
 
 def kernel_folders() -> list[Path]:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
+from flexcomm.kernels.cpu import indices, transform
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu import transform
 from flexcomm.kernels.cpu.codelets import LANES, LENGTH, SQUARE, SQUARE_BINS
 from flexcomm.kernels.cpu.instructions import WINDOW
 from flexcomm.kernels.cpu.selection import MOST_BEHIND, SELECTIONS, bins_for, picker_of
-from flexcomm.kernels.cpu.values import CODES
+from flexcomm.kernels.cpu.values import CODES, check_values
 from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout
 from flexcomm.kernels.plan import SampleKey, TensorPlan, check_implemented, threshold_bits
 
@@ -67,6 +67,33 @@ class Group:
         self.entries = sum(plan.entries for plan in self.plans)
         # Which coefficients are sent follows from the step.
         self.is_shared = self.pick is not None and not self.sends_indices
+
+    def encode_loops(self) -> tuple[Loop, ...]:
+        """Return the loops that encode a block, in order."""
+        return (self.accumulate, *((self.pick,) if self.pick else ()), *self.put_loops())
+
+    def put_loops(self) -> tuple[Loop, ...]:
+        """Return the loops that write what was picked of a block."""
+        return (*((indices.put_indices,) if self.sends_indices else ()), CODES[self.values][0])
+
+    def read_loops(self) -> tuple[Loop, ...]:
+        """Return the loops that find the picks and values of a block in its own payload."""
+        picker = indices.read_indices if self.sends_indices else self.pick
+        return (*((picker,) if picker else ()), CODES[self.values][1])
+
+    def check_loops(self) -> tuple[Loop, ...]:
+        """Return the loops that check what was received of a tensor, and unpack its indices."""
+        is_checked = self.values.format.scales or self.values.format.nonfinite_mask
+        return (*((indices.read_indices,) if self.sends_indices else ()), *((check_values,) if is_checked else ()))
+
+    def decode_loops(self) -> tuple[Loop, ...]:
+        """Return the loops that decode a block, in order; shared indices are drawn by the first one."""
+        drawing = (self.pick,) if self.is_shared and self.pick else ()
+        return (*drawing, CODES[self.values][1], self.decode)
+
+    def all_loops(self) -> tuple[Loop, ...]:
+        """Return all that encoding and decoding need, those that take longest to compile first."""
+        return (self.decode, *self.encode_loops(), *self.check_loops(), *self.decode_loops())
 
     def tensor_blocks(self) -> NDArray[np.int64]:
         """Return blocks that are whole tensors."""

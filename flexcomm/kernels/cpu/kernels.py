@@ -28,9 +28,9 @@ from flexcomm.kernels.base import (
     Status,
     apply_epilogue_,
 )
-from flexcomm.kernels.cpu import checks, indices, selection, transform, values
+from flexcomm.kernels.cpu import checks, indices, selection, transform
 from flexcomm.kernels.cpu import tables as t
-from flexcomm.kernels.cpu.compiler import address_of
+from flexcomm.kernels.cpu.compiler import address_of, compile_loops
 from flexcomm.kernels.cpu.groups import Group, Loop, ScratchSizes, place, plan_groups
 from flexcomm.kernels.cpu.mixing import mixer_of
 from flexcomm.kernels.layout import (
@@ -108,7 +108,9 @@ class CpuEncoder:
         self._plan, self._threads = plan, threads
         self._words = words.numpy().view(np.uint32)
         self._groups = plan_groups(plan, plan, is_inverse=False)
-        self.loops = [_addresses(_encode_loops(group)) for group in self._groups]
+        # What is sent from here is mostly received here, too: all of it, so that processes may share the compiling.
+        compile_loops([loop for group in self._groups for loop in group.all_loops()])
+        self.loops = [_addresses(group.encode_loops()) for group in self._groups]
         """Of each group, the loops that encode a block of it, in order; benchmarks run prefixes of them."""
         self._job = _new_job(self._words)
         self._before: dict[int, Numbers] = {}
@@ -240,7 +242,7 @@ class CpuEncoder:
             self._use_counts(group, job)
             job[[t.SENT, t.SENT_PITCH, t.LIMIT]] = job[t.COEFS], group.sizes.entries, _NO_LIMIT
             job[[t.DECAY, t.STAYS]] = _bits(1.0 / update.decay, update.alpha)
-            sent = (*_read_loops(group), transform.add_sent) if is_sent else ()
+            sent = (*group.read_loops(), transform.add_sent) if is_sent else ()
             t.run_loops(group.table, blocks, job, _addresses((*sent, group.accumulate)))
 
     def _encode_variable_(self, problems: Problems, encoded: list[Encoded]) -> tuple[int, int]:
@@ -273,7 +275,7 @@ class CpuEncoder:
         if not problems:
             encoded.clear()
             for group in variable:
-                loops = _addresses((selection.pick_threshold, indices.put_counts, *_put_loops(group)))
+                loops = _addresses((selection.pick_threshold, indices.put_counts, *group.put_loops()))
                 found, done = self._run(group, loops, None, 0, len(group.blocks))
                 problems += found
                 encoded += done
@@ -302,22 +304,6 @@ class CpuEncoder:
 
 Problems = list[tuple[Problem, int]]
 """What is wrong, and with which tensor."""
-
-
-def _encode_loops(group: Group) -> tuple[Loop, ...]:
-    return (group.accumulate, *((group.pick,) if group.pick else ()), *_put_loops(group))
-
-
-def _put_loops(group: Group) -> tuple[Loop, ...]:
-    put_values = values.CODES[group.values][0]
-    return (indices.put_indices, put_values) if group.sends_indices else (put_values,)
-
-
-def _read_loops(group: Group) -> tuple[Loop, ...]:
-    """Return what finds the picks and values of a block."""
-    picker = indices.read_indices if group.sends_indices else group.pick
-    get_values = values.CODES[group.values][1]
-    return (get_values, picker) if picker else (get_values,)
 
 
 @lru_cache(maxsize=256)
@@ -399,7 +385,7 @@ class CpuDecoder:
     @cached_property
     def loops(self) -> list[Numbers]:
         """Of each group, the loops that decode a block of it, in order; benchmarks run prefixes of them."""
-        return [_addresses(received.decode_loops()) for received in self._received]
+        return [_addresses(received.group.decode_loops()) for received in self._received]
 
     def _find_payloads(self, sender: int) -> Status:
         """Find the payloads of a buffer whose contents vary, and check their counts."""
@@ -442,7 +428,7 @@ class _Received:
         self._tables = np.repeat(group.table[None], senders, axis=0) if places_vary else group.table[None]
         self._picks = np.zeros((senders, group.entries if group.sends_indices or variable_count else 0), np.int32)
         self.before = np.zeros((senders if variable_count else 0, group.plans[0].chunks + 1), np.int64)
-        self._tensor_blocks = group.tensor_blocks()
+        self._tensor_blocks, self._check_loops = group.tensor_blocks(), _addresses(group.check_loops())
         job[[t.SENDERS, t.STARTS, t.DIVISOR]] = senders, starts.ctypes.data, senders * summed
         self._picks_at = self._picks.ctypes.data
         job[[t.PICKS, t.PICK_PITCH, t.IS_BLOCK]] = self._picks_at, self._picks.shape[1], 0
@@ -454,17 +440,6 @@ class _Received:
         for sender, own in enumerate(self._check_jobs):
             own[[t.STARTS, t.PICKS]] += 8 * sender, self._picks.strides[0] * sender
             own[t.BEFORE] += 8 * sender * job[t.BEFORE_PITCH]
-
-    @cached_property
-    def _check_loops(self) -> Numbers:
-        form = self.group.plans[0].values.format
-        checked = (values.check_values,) if form.scales or form.nonfinite_mask else ()
-        return _addresses((indices.read_indices, *checked) if self.group.sends_indices else checked)
-
-    def decode_loops(self) -> tuple[Loop, ...]:
-        """Return the loops that decode a block; shared indices are drawn by the first one."""
-        drawing = (self.group.pick,) if self.group.is_shared and self.group.pick else ()
-        return (*drawing, values.CODES[self.group.values][1], self.group.decode)
 
     def place(self, sender: int, number: int, layout: Layout, position: int) -> None:
         """Fill in where a sender's payload of a tensor is."""
