@@ -19,6 +19,7 @@ STAND_INS = {"tests/unit/test_versions.py", "tests/unit/test_flexdemo_torch_priv
 
 PRIVATE_NAMES = {
     "flexcomm/kernels/cpu/cache.py": {"_cache", "_rebuild", "_reduce"},  # numba's
+    "flexcomm/kernels/cpu/compiler.py": {"_codegen", "_data_layout"},  # numba's
     "flexcomm/stats.py": {"_is_profiler_enabled"},
     "flexdemo/torch_private.py": {
         "_all_reduce_hook", "_comm_hook", "_comm_hook_state", "_execution_engine", "_fsdp_param_groups",
@@ -27,6 +28,7 @@ PRIVATE_NAMES = {
         "padded_sharded_param_size", "queue_callback", "reduce_scatter_unused_params", "sharded_param",
     },
     "tests/ranks/preload.py": {"_dynamo"},
+    "tests/unit/test_kernel_cache.py": {"_cache"},  # numba's
 }  # fmt: skip
 NAMED_TUPLE = {"_replace", "_make", "_asdict", "_fields"}
 OF_OTHER_LIBRARIES = {"_Environ", "_local_world_size", "_value_"}

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 from numba import types
@@ -64,7 +63,7 @@ _SOURCES = hashlib.blake2b(b"".join(source.read_bytes() for source in list_sourc
 class _PartLibrary(JITCodeLibrary):
     """The code of a part, as it is before LLVM sees it: that of a loop holds all its parts, and is optimised whole.
 
-    numba would also optimise each part alone, and make machine code of it that nobody runs: a sixth of the time.
+    numba would also optimise each part alone, for nothing: a sixth of the time.
     """
 
     def _optimize_functions(self, module: Any) -> None:
@@ -72,19 +71,6 @@ class _PartLibrary(JITCodeLibrary):
 
     def _optimize_final_module(self) -> None:
         pass
-
-    def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
-        # numba writes the address of its environment to a variable of this name, whether or not anything reads it.
-        names = [one.name for one in self._final_module.global_variables if one.name.startswith("_ZN08NumbaEnv")]
-        module = llvm.parse_assembly("".join(f'@"{name}" = common global ptr null\n' for name in names))
-        self._codegen._add_module(module)  # type: ignore[no-untyped-call]  # noqa: SLF001
-        self._codegen._engine.finalize_object()  # noqa: SLF001
-        self._finalized = True
-
-    def get_pointer_to_function(self, name: str) -> int:  # noqa: ARG002  (there is none)
-        self._ensure_finalized()  # type: ignore[no-untyped-call]
-        return 0
 
 
 class _PartCompiler(Compiler):

@@ -132,7 +132,7 @@ def block_of(row: Longs, chunk: Int) -> tuple[Int, Int, Int]:
 
 
 @compiled
-def is_whole(row: Longs, rows: Int, cols: Int) -> Int:
+def is_full_square(row: Longs, rows: Int, cols: Int) -> Int:
     """Return whether a square is one of floats, and entirely inside of the tensor."""
     return rows == LENGTH and cols == LENGTH and row[t.DTYPE] == 0
 
@@ -145,7 +145,7 @@ def accumulate_squares(row: Longs, job: Longs) -> Int:
     for at in range(job[t.FIRST], job[t.LAST]):
         (place, rows, cols), after = block_of(row, at), min(at + 1, row[t.CHUNKS] - 1)
         job[t.AHEAD], job[t.STATE_AHEAD] = element_at(row, block_of(row, after)[0]), row[t.STATE] + 4 * SQUARE * after
-        if is_whole(row, rows, cols):
+        if is_full_square(row, rows, cols):
             job[t.SOURCE] = element_at(row, place)
             top = load_square(row, job)
         else:
@@ -522,7 +522,7 @@ def forget_columns(row: Longs, job: Longs, chunk: Int, columns: Floats, slots: L
 def finish_square(row: Longs, job: Longs, chunk: Int, tile: Int) -> None:
     """Do the epilogue of a square."""
     place, rows, cols = block_of(row, chunk)
-    if is_whole(row, rows, cols):
+    if is_full_square(row, rows, cols):
         job[t.SOURCE] = element_at(row, place)
         step_square(row, job)
     else:
