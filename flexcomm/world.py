@@ -63,12 +63,11 @@ class World:
     control: Transport
     device: torch.device
     _consistency: ConsistencyCheck
+    _clone: Callable[[], tuple[Transport, Transport]]  # makes a second transport for `intra` and for `inter`
+    _cannot_clone: str = ""  # what has no second transport, if anything
     _closers: ExitStack = field(default_factory=ExitStack)
     _total: SyncRecord = field(default_factory=SyncRecord)
     _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=256))
-    # Make a second transport for `intra` and for `inter`.
-    _clones: tuple[Callable[[], Transport], Callable[[], Transport]] | None = None
-    _passed: Mapping[str, Transport] = field(default_factory=dict)  # by the user; cloned if they have a clone()
 
     def __post_init__(self) -> None:
         self._inter_consistency = ConsistencyCheck(self.inter)
@@ -106,12 +105,12 @@ class World:
         """Return this rank's node as a world of its own, which ends with this one. All nodes use theirs alike."""
         inter = LoopbackTransport(self.inter.timeout_s)
         topology = replace(self.topology, members=(self.topology.members[self.topology.node],))
-        return replace(self, topology=topology, inter=inter, _closers=ExitStack(), _clones=None)
+        return replace(self, topology=topology, inter=inter, _cannot_clone="a part of a world", _closers=ExitStack())
 
     @property
     def can_clone_groups(self) -> bool:
         """Whether :meth:`clone_groups` is possible: not for a part of a world, or a transport without ``clone()``."""
-        return self._clones is not None and all(hasattr(transport, "clone") for transport in self._passed.values())
+        return not self._cannot_clone
 
     def clone_groups(self) -> World:
         """Return the same ranks with process groups (communicators) of their own; they end with this world.
@@ -124,15 +123,13 @@ class World:
 
         """
         # Checked first, for making a group takes all ranks.
-        passed = ((f"{describe_transport(one)}, passed as {leg},", one) for leg, one in self._passed.items())
-        lacking = [described for described, one in passed if not hasattr(one, "clone")]
-        if self._clones is None or lacking:
-            of = " and ".join(lacking) or "a part of a world"
+        if self._cannot_clone:
             raise TransportUnavailableError(
-                f"clone_groups() needs second groups, which {of} cannot make. Give a transport of your own a method "
-                f"clone() that returns another one on the same ranks; of a part of a world, clone the whole."
+                f"clone_groups() needs second groups, which {self._cannot_clone} cannot make. Give a transport of your "
+                f"own a method clone() that returns another one on the same ranks; of a part of a world, clone the "
+                f"whole."
             )
-        intra, inter = (clone() for clone in self._clones)
+        intra, inter = self._clone()
         return replace(self, intra=intra, inter=inter, _closers=ExitStack())
 
     def with_transports(
@@ -142,14 +139,14 @@ class World:
 
         All ranks call it. Either world closes both.
         """
-        new_control, clones = control(self.control), self._clones
-        return replace(
-            self,
-            inter=inter(self.inter),
-            control=new_control,
-            _consistency=ConsistencyCheck(new_control),
-            _clones=None if clones is None else (clones[0], lambda: inter(clones[1]())),
-        )
+        new_control = control(self.control)
+
+        def clone() -> tuple[Transport, Transport]:
+            cloned_intra, cloned_inter = self._clone()
+            return cloned_intra, inter(cloned_inter)
+
+        consistency = ConsistencyCheck(new_control)
+        return replace(self, inter=inter(self.inter), control=new_control, _consistency=consistency, _clone=clone)
 
     def at_close(self, closer: Callable[[], None]) -> None:
         """Have ``closer`` called first when this world is closed."""
@@ -258,9 +255,13 @@ def assemble(
         control,
         device,
         consistency,
-        factory.closers,
-        _clones=(lambda: factory.clone(intra, topology.members), lambda: factory.clone(inter, topology.inter_groups)),
-        _passed={leg: one for leg, one in (("intra", intra), ("inter", inter)) if not isinstance(one, str)},
+        _clone=lambda: (factory.clone(intra, topology.members), factory.clone(inter, topology.inter_groups)),
+        _cannot_clone=" and ".join(
+            f"{describe_transport(one)}, passed as {leg},"
+            for leg, one in (("intra", intra), ("inter", inter))
+            if not (isinstance(one, str) or hasattr(one, "clone"))
+        ),
+        _closers=factory.closers,
     )
     log.info("%r", world)
     return world
@@ -331,11 +332,8 @@ def connect_mesh(
         control,
         current_device(mesh.device_type),
         consistency,
-        factory.closers,
-        _clones=(
-            lambda: factory.join(members_of(groups[0]), backend),
-            lambda: factory.join(members_of(groups[1]), backend),
-        ),
+        _clone=lambda: (factory.join(members_of(groups[0]), backend), factory.join(members_of(groups[1]), backend)),
+        _closers=factory.closers,
     )
 
 

@@ -150,7 +150,7 @@ class PeersOnly:
 
     def send(self, world: World) -> None:
         schedule = gossip.base(world.topology.nodes)
-        peer = schedule.phase(self._step).peers(world.topology.node)[0]
+        peer = gossip.round_of(schedule.phase(self._step), world.topology.node).sends_to[0]
         self._step += 1
         for buffer, received in zip(self._buffers, self._receive_buffers, strict=True):
             messages = [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, buffer, peer)]

@@ -11,7 +11,7 @@ from bench.errors import UsageError
 from bench.runtime.cluster_runs import ClusterResult, ClusterShape
 from bench.runtime.fit import Fitted
 from bench.runtime.plan import METHODS, Job, seconds_per_iteration
-from flexcomm.gossip import Schedule
+from flexcomm.gossip import Schedule, round_of
 from flexdemo.runtime import (
     Cluster,
     Horizon,
@@ -53,7 +53,7 @@ def _simulate(method: str, job: Job, nodes: int, rate_bits_per_s: float, fitted:
 
 def busy_nodes(schedule: Schedule) -> float:
     """Return how many nodes communicate at a time, on average over the phases in which any do."""
-    counts = [sum(bool(phase.peers(node)) for node in range(schedule.nodes)) for phase in schedule.phases]
+    counts = [sum(not round_of(phase, node).is_idle for node in range(schedule.nodes)) for phase in schedule.phases]
     busy = [count for count in counts if count]
     return sum(busy) / len(busy) if busy else schedule.nodes
 

@@ -140,28 +140,6 @@ class Phase:
                     f"leaves {1.0 - total:.6g} for its own value: give them weights that sum to less than 1."
                 )
 
-    def group_of(self, node: int) -> Group | None:
-        """Return the group in which ``node`` mixes with others."""
-        return next((group for group in self.groups if node in group.members and len(group.members) > 1), None)
-
-    def out_edges(self, node: int) -> tuple[Edge, ...]:
-        """Return the edges on which ``node`` sends, by target."""
-        return tuple(edge for edge in self.edges if edge.source == node)
-
-    def in_edges(self, node: int) -> tuple[Edge, ...]:
-        """Return the edges on which ``node`` receives, by source."""
-        return tuple(edge for edge in self.edges if edge.target == node)
-
-    def self_weight(self, node: int) -> float:
-        """Return the weight of ``node``'s own value: 1 if it mixes with no other."""
-        group = self.group_of(node)
-        return 1.0 - math.fsum(edge.weight for edge in self.out_edges(node)) if group is None else group.own_weight
-
-    def peers(self, node: int) -> tuple[int, ...]:
-        """Return the nodes that ``node`` sends to or receives from, in ascending order."""
-        round_ = round_of(self, node, reduces=False)
-        return tuple(sorted({*round_.sends_to, *round_.receives_from}))
-
     def links(self) -> Iterator[tuple[int, int]]:
         """Yield the source and target of every link; a group counts as a star around its first member."""
         for edge in self.edges:
@@ -215,10 +193,13 @@ def round_of(phase: Phase, node: int, *, reduces: bool = True) -> Round:
     """Return the round of ``node`` in ``phase``; unless it ``reduces``, it has a message for each node of a group."""
     if (node, reduces) in phase.rounds:
         return phase.rounds[node, reduces]
-    group, edges = phase.group_of(node), phase.in_edges(node)
+    group = next((group for group in phase.groups if node in group.members and len(group.members) > 1), None)
     if group is None:
-        targets, sources = (edge.target for edge in phase.out_edges(node)), (edge.source for edge in edges)
-        made = Round(tuple(targets), tuple(sources), phase.self_weight(node), tuple(edge.weight for edge in edges))
+        outgoing = [edge for edge in phase.edges if edge.source == node]
+        incoming = [edge for edge in phase.edges if edge.target == node]
+        self_weight = 1.0 - math.fsum(edge.weight for edge in outgoing)
+        targets, sources = tuple(edge.target for edge in outgoing), tuple(edge.source for edge in incoming)
+        made = Round(targets, sources, self_weight, tuple(edge.weight for edge in incoming))
     elif len(group.members) > 2 and reduces:
         self_weight = group.own_weight - group.peer_weight
         made = Round(self_weight=self_weight, weights=(group.peer_weight,), group=group.members)

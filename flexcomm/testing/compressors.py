@@ -167,19 +167,6 @@ def any_shape_and_dtype_gives_the_references_bits(compressor: Compressor, kernel
                 require_equal(compressor, got.cpu(), out, f"{spec}: as the reference decodes it, over {average}")
 
 
-def bits_do_not_depend_on_the_number_of_threads(compressor: Compressor, kernels: Kernels, device: str) -> None:
-    """For kernels that take a number of threads, and a tensor large enough for three."""
-    if kernels.name != "cpu" or device != "cpu":
-        return
-    from flexcomm.kernels.cpu import CpuKernels
-
-    spec = TensorSpec("large", (600, 512), torch.float32)
-    tensors = [[numbers("normal", spec.shape, 0)]]
-    first, *others = (exchange(compressor, CpuKernels(threads), (spec,), tensors, 2) for threads in (1, 2, 3))
-    for other in others:
-        require_equal(compressor, other[0], first[0], "the bits do not depend on the number of threads")
-
-
 def sending_everything_gives_the_mean(compressor: Compressor, kernels: Kernels, device: str) -> None:
     """To rounding, in norm: of the value code, of a transform in float32, of the output's dtype.
 
@@ -213,7 +200,6 @@ COMPRESSOR_LAWS: tuple[Callable[[Compressor, Kernels, str], None], ...] = (
     every_coefficient_is_sent_in_due_time,
     bucketing_is_invisible,
     any_shape_and_dtype_gives_the_references_bits,
-    bits_do_not_depend_on_the_number_of_threads,
     sending_everything_gives_the_mean,
 )
 

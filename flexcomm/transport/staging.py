@@ -66,8 +66,7 @@ class BufferTransport(ABC):
         return f"{self.name} on rank {self.rank} of {self.size}"
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-        place = self._place_for(checked_output("all_gather", x, (self.size, *x.shape), out))
-        source = self._source_apart(x, place)
+        source, place = self._source_and_place("all_gather", x, (self.size, *x.shape), out)
         request = self._start_all_gather(source, place.buffer)
         return Operation("all_gather", self, request, place.deliver, (source, place))
 
@@ -81,8 +80,7 @@ class BufferTransport(ABC):
                 f"all_gatherv got a tensor of {x.numel()} elements on rank {self.rank}, whose count is "
                 f"{counts[self.rank]}. Pass x[:counts[rank]], and the same counts on every rank."
             )
-        place = self._place_for(checked_output("all_gatherv", x, (sum(counts),), out))
-        source = self._source_apart(x, place)
+        source, place = self._source_and_place("all_gatherv", x, (sum(counts),), out)
         request = self._start_all_gatherv(source, place.buffer, counts)
         return Operation(
             "all_gatherv", self, request, lambda: torch.split(place.deliver(), list(counts)), (source, place)
@@ -100,8 +98,7 @@ class BufferTransport(ABC):
                 f"reduce_scatter got a tensor of shape {list(x.shape)}; its first dim must be the {self.size} ranks of "
                 f"the group. Pass x.view({self.size}, -1), padded if need be."
             )
-        place = self._place_for(checked_output("reduce_scatter", x, tuple(x.shape[1:]), out), summed=True)
-        source = self._source_apart(x, place, summed=True)
+        source, place = self._source_and_place("reduce_scatter", x, tuple(x.shape[1:]), out, summed=True)
         request = self._start_reduce_scatter(source, place.buffer)
         return Operation("reduce_scatter", self, request, place.deliver, (source, place))
 
@@ -154,13 +151,23 @@ class BufferTransport(ABC):
         synchronize_stream(x.device)
         return staged
 
-    def _source_apart(self, x: Tensor, place: StagingBuffer, *, summed: bool = False) -> Tensor:
-        """Do as ``_source``, in other memory than ``place``: backends differ on inputs that are part of the output."""
-        source = self._source(x, summed=summed)
+    def _source_and_place(
+        self, verb: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None, *, summed: bool = False
+    ) -> tuple[Tensor, StagingBuffer]:
+        """Return what is sent of ``x``, and the buffer for ``out``, a new tensor if there is none, in other memory."""
+        if out is None:
+            out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        elif tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
+            raise InvalidTensorError(
+                f"{verb} of a {x.dtype} tensor of shape {list(x.shape)} on {x.device} needs out of shape "
+                f"{list(shape)}, the same dtype and device; got {out.dtype} of shape {list(out.shape)} on {out.device}."
+            )
+        place, source = self._place_for(out, summed=summed), self._source(x, summed=summed)
+        # Backends differ on inputs that are part of the output.
         start, end = source.data_ptr(), source.data_ptr() + source.nbytes
         other_start, other_end = place.buffer.data_ptr(), place.buffer.data_ptr() + place.buffer.nbytes
         overlaps = source.device == place.buffer.device and start < other_end and other_start < end
-        return source.clone() if overlaps else source
+        return source.clone() if overlaps else source, place
 
     def _place_for(self, target: Tensor, *, summed: bool = False) -> StagingBuffer:
         """Return a flat contiguous buffer for ``target``: its own memory where that is possible."""
@@ -273,15 +280,3 @@ def check_reducible(x: Tensor) -> None:
 def check_peer(peer: int, size: int) -> None:
     if not 0 <= peer < size:
         raise InvalidTensorError(f"peer {peer} is not in this group: its {size} ranks are 0 to {size - 1}.")
-
-
-def checked_output(verb: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
-    """Return ``out``, or a new tensor; raise unless ``out`` has this shape, and the dtype and device of ``x``."""
-    if out is None:
-        return torch.empty(shape, dtype=x.dtype, device=x.device)
-    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
-        raise InvalidTensorError(
-            f"{verb} of a {x.dtype} tensor of shape {list(x.shape)} on {x.device} needs out of shape {list(shape)}, "
-            f"the same dtype and device; got {out.dtype} of shape {list(out.shape)} on {out.device}."
-        )
-    return out

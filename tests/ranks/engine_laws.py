@@ -78,19 +78,14 @@ class Observed:
 def observe(world: World, observed: Callable[[Transport], ObservedTransport]) -> Observed:
     groups = {"intra": observed(world.intra), "inter": observed(world.inter)}
 
-    def clone_both() -> Any:
+    def clone() -> Any:
         number, cloned = len(groups) // 2, world.clone_groups()
         groups[f"intra {number}"], groups[f"inter {number}"] = observed(cloned.intra), observed(cloned.inter)
-        return groups[f"intra {number}"]
-
-    def newest() -> Any:
-        return list(groups.values())[-1]
+        return groups[f"intra {number}"], groups[f"inter {number}"]
 
     intra: Any = groups["intra"]
     inter: Any = groups["inter"]
-    return Observed(
-        replace(world, intra=intra, inter=inter, _clones=(clone_both, newest), _closers=ExitStack()), groups
-    )
+    return Observed(replace(world, intra=intra, inter=inter, _clone=clone, _closers=ExitStack()), groups)
 
 
 def digest_of(lines: list[str]) -> Tensor:

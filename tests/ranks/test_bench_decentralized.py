@@ -34,7 +34,7 @@ SETTINGS = Settings("tiny", 6, 2, 3, 3, 8, shard=False, nodes=2, ranks_per_node=
 def mixed_nbytes(schedule: Schedule, element_nbytes: float) -> float:
     """What a node sends for a step, on average: the first has nothing to mix, and the last exchange is never used."""
     mixes = [schedule.phase(number) for number in range(STEPS - 1)]
-    peers = [len(phase.out_edges(node)) for phase in mixes for node in range(NODES)]
+    peers = [len([edge for edge in phase.edges if edge.source == node]) for phase in mixes for node in range(NODES)]
     pairs = [2 * len(phase.groups) / NODES for phase in mixes]
     return (sum(pairs) + mean(peers) * len(mixes)) / STEPS * NUMEL * element_nbytes
 

@@ -37,7 +37,7 @@ from flexcomm.kernels.cpu import CpuKernels
 from flexcomm.testing import COMPRESSOR_LAWS, check_compressor
 from flexcomm.testing.cases import encode, sent_coefficients
 from tests.slow import slow_but
-from tests.unit.buckets import gather, opened
+from tests.unit.buckets import blank_states, gather, opened, specs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -369,6 +369,19 @@ LAWFUL = (
 @pytest.mark.parametrize("compressor", slow_but(LAWFUL[::2], LAWFUL), ids=str)
 def test_a_compressor_keeps_the_laws(compressor: Compressor) -> None:
     check_compressor(compressor, CPU)
+
+
+@pytest.mark.parametrize("compressor", slow_but(LAWFUL[::2], LAWFUL), ids=str)
+def test_the_bits_of_a_large_tensor_do_not_depend_on_the_number_of_threads(compressor: Compressor) -> None:
+    x = torch.randn(600, 512, generator=torch.Generator().manual_seed(0))
+    outs = []
+    for kernels in map(CpuKernels, (1, 2, 3)):
+        states = [blank_states(plan_buffer(specs_of([x]), compressor))]
+        for step in range(2):
+            out = opened(gather(compressor, [[x]], kernels, states, step), kernels, step=step)[0]
+        outs.append(out)
+    assert torch.equal(outs[1], outs[0])
+    assert torch.equal(outs[2], outs[0])
 
 
 @pytest.mark.parametrize("law", COMPRESSOR_LAWS, ids=lambda law: law.__name__)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcomm.errors import InvalidArgumentError
-from flexcomm.gossip import Edge, Group, Phase, Schedule
+from flexcomm.gossip import Edge, Group, Phase, Round, Schedule, round_of
 from flexcomm.gossip.schedule import MOST_NODES, product_of
 
 if TYPE_CHECKING:
@@ -48,16 +48,18 @@ def test_a_target_adds_what_its_edges_carry_and_a_source_keeps_what_they_leave()
     )
 
 
-def test_a_node_is_found_in_its_phase() -> None:
+def test_a_node_finds_its_round_in_a_phase() -> None:
     phase = Phase((Group((5, 4)), Group((6,))), (Edge(2, 0, 0.125), Edge(1, 0, 0.25), Edge(1, 2, 0.25)))
-    assert phase.group_of(4) == Group((4, 5))
-    assert phase.group_of(6) is None, "a group of one has no peers"
-    assert phase.group_of(0) is None
-    assert phase.in_edges(0) == (Edge(1, 0, 0.25), Edge(2, 0, 0.125))
-    assert phase.out_edges(1) == (Edge(1, 0, 0.25), Edge(1, 2, 0.25))
-    assert phase.in_edges(3) == phase.out_edges(4) == ()
-    assert [phase.self_weight(node) for node in range(7)] == [1.0, 0.5, 0.875, 1.0, 0.5, 0.5, 1.0]
-    assert [phase.peers(node) for node in range(7)] == [(1, 2), (0, 2), (0, 1), (), (5,), (4,), ()]
+    idle, pair = Round(), (0.5, (0.5,))
+    assert [round_of(phase, node) for node in range(7)] == [
+        Round((), (1, 2), 1.0, (0.25, 0.125)),
+        Round((0, 2), (), 0.5),
+        Round((0,), (1,), 0.875, (0.25,)),
+        idle,
+        Round((5,), (5,), *pair),
+        Round((4,), (4,), *pair),
+        idle,  # A group of one has no peers.
+    ]
     assert phase.most_peers == 2
 
 
@@ -233,7 +235,7 @@ def test_any_difference_shows_in_the_digest() -> None:
 
 def test_looking_at_a_schedule_leaves_it_equal() -> None:
     looked_at, fresh = Schedule("x", 4, PAIRS_OF_FOUR), Schedule("x", 4, PAIRS_OF_FOUR)
-    looked_at.report(), looked_at.phase(0).group_of(1), hash(looked_at), hash(looked_at.phase(0))
+    looked_at.report(), round_of(looked_at.phase(0), 1), hash(looked_at), hash(looked_at.phase(0))
     assert looked_at == fresh
     copied = pickle.loads(pickle.dumps(looked_at))  # noqa: S301  (our own bytes)
     assert copied == fresh
