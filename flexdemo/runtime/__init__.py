@@ -173,14 +173,8 @@ class PhasePlan:
         nodes, tau = cluster.nodes, cluster.links.tau
         self.sources = np.array([edge.source for edge in phase.edges], dtype=np.intp)
         self.targets = np.array([edge.target for edge in phase.edges], dtype=np.intp)
-        in_groups = np.array([node for group in phase.groups for node in group.members], dtype=np.intp)
-        named = np.concatenate([in_groups, self.sources, self.targets])
-        unknown = named[(named < 0) | (named >= nodes)]
-        if unknown.size:
-            raise InvalidArgumentError(f"a phase names node {unknown[0]}, but there are {nodes} nodes, from 0 on.")
-        counts = np.bincount(in_groups, minlength=nodes)
-        if counts.max() > 1:
-            raise InvalidArgumentError(f"node {counts.argmax()} is in {counts.max()} groups of a phase, needed one.")
+        if phase.highest >= nodes:
+            raise InvalidArgumentError(f"a phase names node {phase.highest}, but there are {nodes} nodes, from 0 on.")
         legs_s = [cluster.intra_legs_s(workload, size) for size in workload.bucket_nbytes]
         sizes = list(zip(workload.bucket_nbytes, legs_s, strict=True))
         # Groups of one link and size: their members, [groups, k], and their seconds, [b].
@@ -192,7 +186,8 @@ class PhasePlan:
             for (link, k), members in classes.items()
         ]
         # Nodes that exchange nothing with others still have their legs inside the node, if there are any.
-        idle = np.setdiff1d(np.arange(nodes), named)
+        in_groups = np.array([node for group in phase.groups for node in group.members], dtype=np.intp)
+        idle = np.setdiff1d(np.arange(nodes), np.concatenate([in_groups, self.sources, self.targets]))
         if idle.size and any(legs_s):
             self.groups.append((idle[:, None], [leg_s or -math.inf for leg_s in legs_s]))
         # A node pays for its out-peers or its in-peers, whichever are more: seconds are [b, edge_nodes].
@@ -208,8 +203,6 @@ class PhasePlan:
         for members, seconds in self.groups:
             end_s[members] = free_s[members].max(axis=1, keepdims=True) + seconds[bucket]
         if self.edge_nodes.size:
-            # A node that is in a group, too, finishes that first.
-            free_s = np.maximum(free_s, end_s)
             start_s = free_s.copy()
             np.maximum.at(start_s, self.targets, free_s[self.sources])
             end_s[self.edge_nodes] = start_s[self.edge_nodes] + self.edge_s[bucket]
