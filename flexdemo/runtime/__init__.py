@@ -186,10 +186,7 @@ class PhasePlan:
             for (link, k), members in classes.items()
         ]
         # Nodes that exchange nothing with others still have their legs inside the node, if there are any.
-        in_groups = np.array([node for group in phase.groups for node in group.members], dtype=np.intp)
-        idle = np.setdiff1d(np.arange(nodes), np.concatenate([in_groups, self.sources, self.targets]))
-        if idle.size and any(legs_s):
-            self.groups.append((idle[:, None], [leg_s or -math.inf for leg_s in legs_s]))
+        self.idle_s = [leg_s or -math.inf for leg_s in legs_s]
         # A node pays for its out-peers or its in-peers, whichever are more: seconds are [b, edge_nodes].
         peers = np.maximum(*(np.bincount(ends, minlength=nodes) for ends in (self.sources, self.targets)))
         self.edge_nodes = np.flatnonzero(peers)
@@ -199,7 +196,7 @@ class PhasePlan:
 
     def exchange(self, bucket: int, free_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return when each node's exchange ends, if node i can start at ``free_s[i]``; -inf if it has none."""
-        end_s = np.full_like(free_s, -math.inf)
+        end_s = free_s + self.idle_s[bucket]
         for members, seconds in self.groups:
             end_s[members] = free_s[members].max(axis=1, keepdims=True) + seconds[bucket]
         if self.edge_nodes.size:
