@@ -81,7 +81,6 @@ class AlphaBeta:
         check_range(0.0, latency_s=self.latency_s, intra_latency_s=self.intra_latency_s)
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
-        """Return the seconds of one exchange; see :class:`Links`."""
         _check_link(link)
         if link == "intra":
             return rounds(link, k) * self.intra_latency_s + crossings(link, k) * nbytes / self.intra_bytes_per_s
@@ -186,7 +185,6 @@ class MeasuredLinks:
         return replace(self, requested=(self.requested or self.fitted).at_bandwidth(bytes_per_s))
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
-        """Return the seconds of one exchange; see :class:`Links`."""
         formula_s = self.fitted.tau(link, k, nbytes)
         table = self._nearest(link, k)
         if table is None or formula_s == 0.0:
