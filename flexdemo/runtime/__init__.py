@@ -41,7 +41,6 @@ from flexdemo.runtime.inputs import MeasuredLinks as MeasuredLinks
 from flexdemo.runtime.inputs import Straggler as Straggler
 from flexdemo.runtime.inputs import Workload as Workload
 from flexdemo.runtime.inputs import check_range, crossings
-from flexdemo.runtime.inputs import fit_alpha_beta as fit_alpha_beta
 from flexdemo.runtime.inputs import plan_workload as plan_workload
 
 Updates = Literal["backward", "step"]
