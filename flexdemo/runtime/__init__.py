@@ -30,7 +30,7 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcomm import InvalidArgumentError
+from flexcomm import InvalidArgumentError, gossip
 from flexcomm.gossip import Group, Phase
 from flexdemo.runtime.inputs import AlphaBeta as AlphaBeta
 from flexdemo.runtime.inputs import Cluster as Cluster
@@ -115,15 +115,9 @@ class _AllReduceGroup(Group):
     link = "all-reduce"
 
 
-@dataclass(frozen=True)
-class AllReduceSchedule:
-    """All nodes all-reduce in every step: All-Reduce's traffic with the overlap of decentralized training."""
-
-    nodes: int
-    period: int = 1
-
-    def phase(self, step: int) -> Phase:  # noqa: ARG002  (the name is the protocol's)
-        return Phase((_AllReduceGroup(tuple(range(self.nodes))),))
+def all_reduce_schedule(nodes: int) -> gossip.Schedule:
+    """Return a schedule with All-Reduce's traffic, which has the overlap of decentralized training."""
+    return gossip.Schedule("all-reduce", nodes, (Phase((_AllReduceGroup(tuple(range(nodes))),)),))
 
 
 def simulate_decentralized(
@@ -341,7 +335,7 @@ def explain_speedup(
 
     reduced, steady = all_reduce_workload or workload, workload.steady()
     steady_all_reduce_s = simulate_all_reduce(cluster, reduced.steady(), horizon).iteration_s
-    overlapped_s = decentralized_s(steady, AllReduceSchedule(cluster.nodes))
+    overlapped_s = decentralized_s(steady, all_reduce_schedule(cluster.nodes))
     steady_s = decentralized_s(steady, schedule)
     speedup = simulate_all_reduce(cluster, reduced, horizon).iteration_s / decentralized_s(workload, schedule)
     return SpeedupFactors(

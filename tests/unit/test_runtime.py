@@ -13,7 +13,6 @@ import pytest
 from flexcomm import InvalidArgumentError
 from flexcomm.gossip import Edge, Group, Phase
 from flexdemo.runtime import (
-    AllReduceSchedule,
     AlphaBeta,
     Cluster,
     Compression,
@@ -22,6 +21,7 @@ from flexdemo.runtime import (
     Straggler,
     Timing,
     Workload,
+    all_reduce_schedule,
     choose_algorithm,
     explain_speedup,
     find_break_evens,
@@ -286,7 +286,7 @@ def test_intra_node_legs_are_part_of_every_exchange_unless_the_model_is_sharded(
 
 
 @pytest.mark.parametrize(
-    "schedule", [AllReduceSchedule(8), one_peer_exponential(8), ring(8)], ids=["all", "exp", "ring"]
+    "schedule", [all_reduce_schedule(8), one_peer_exponential(8), ring(8)], ids=["all", "exp", "ring"]
 )
 def test_more_bandwidth_never_costs_time(schedule: Fixed) -> None:
     workload = load(sigma=0.2)
@@ -416,7 +416,7 @@ def test_overlap_alone_gains_at_most_its_bound() -> None:
     gains = []
     for rate in (10.0, 20.0, 100 / 3, 40.0, 100.0, 1e5):
         cluster = Cluster(2, AlphaBeta(rate))
-        gains.append(explain_speedup(cluster, many, AllReduceSchedule(2), horizon=SETTLED).overlap)
+        gains.append(explain_speedup(cluster, many, all_reduce_schedule(2), horizon=SETTLED).overlap)
     assert most_overlap_gains(many) == pytest.approx(4 / 3)
     # The first bucket of a hundred must be computed before anything can travel.
     assert max(gains) == pytest.approx(4 / 3 + 0.02 / 3)
@@ -452,7 +452,7 @@ def test_each_factor_is_one_where_its_cause_is_absent() -> None:
     factors = explain_speedup(endless, load(), one_peer_exponential(8), horizon=SHORT)
     assert (factors.overlap, factors.links, factors.variation) == pytest.approx((1.0, 1.0, 1.0))
     assert explain_speedup(endless, load(sigma=0.2), one_peer_exponential(8), horizon=SHORT).variation > 1.05
-    assert explain_speedup(Cluster(8, LINKS), load(), AllReduceSchedule(8), horizon=SHORT).links == pytest.approx(1.0)
+    assert explain_speedup(Cluster(8, LINKS), load(), all_reduce_schedule(8), horizon=SHORT).links == pytest.approx(1.0)
 
 
 def test_break_even_is_where_both_take_the_same_time() -> None:
