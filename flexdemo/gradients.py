@@ -129,7 +129,6 @@ class ReadyBuckets:
         self._missing = [sum(param not in self._versions for param in bucket.params) for bucket in buckets]
 
     def reset(self) -> None:
-        """Begin to count anew, for the next step."""
         self._versions: dict[Tensor, tuple[int, int]] = {}
         self._missing = [len(bucket.params) for bucket in self._buckets]
         self.launched = 0

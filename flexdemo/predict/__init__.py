@@ -236,7 +236,6 @@ Method = AllReduceMethod | DecentralizedMethod | FlexDemoMethod
 
 @lru_cache(maxsize=64)  # A schedule of thousands of nodes takes a second to build.
 def make_schedule(name: str, nodes: int) -> Schedule | RandomSchedule:
-    """Return the schedule of that name in ``SCHEDULES`` for ``nodes``."""
     return SCHEDULES[name](nodes)
 
 

@@ -30,7 +30,7 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcomm import InvalidArgumentError
+from flexcomm import InvalidArgumentError, gossip
 from flexcomm.gossip import Group, Phase
 from flexdemo.runtime.inputs import AlphaBeta as AlphaBeta
 from flexdemo.runtime.inputs import Cluster as Cluster
@@ -41,7 +41,6 @@ from flexdemo.runtime.inputs import MeasuredLinks as MeasuredLinks
 from flexdemo.runtime.inputs import Straggler as Straggler
 from flexdemo.runtime.inputs import Workload as Workload
 from flexdemo.runtime.inputs import check_range, crossings
-from flexdemo.runtime.inputs import fit_alpha_beta as fit_alpha_beta
 from flexdemo.runtime.inputs import plan_workload as plan_workload
 
 Updates = Literal["backward", "step"]
@@ -116,15 +115,9 @@ class _AllReduceGroup(Group):
     link = "all-reduce"
 
 
-@dataclass(frozen=True)
-class AllReduceSchedule:
-    """All nodes all-reduce in every step: All-Reduce's traffic with the overlap of decentralized training."""
-
-    nodes: int
-    period: int = 1
-
-    def phase(self, step: int) -> Phase:  # noqa: ARG002  (the name is the protocol's)
-        return Phase((_AllReduceGroup(tuple(range(self.nodes))),))
+def all_reduce_schedule(nodes: int) -> gossip.Schedule:
+    """Return a schedule with All-Reduce's traffic, which has the overlap of decentralized training."""
+    return gossip.Schedule("all-reduce", nodes, (Phase((_AllReduceGroup(tuple(range(nodes))),)),))
 
 
 def simulate_decentralized(
@@ -173,14 +166,8 @@ class PhasePlan:
         nodes, tau = cluster.nodes, cluster.links.tau
         self.sources = np.array([edge.source for edge in phase.edges], dtype=np.intp)
         self.targets = np.array([edge.target for edge in phase.edges], dtype=np.intp)
-        in_groups = np.array([node for group in phase.groups for node in group.members], dtype=np.intp)
-        named = np.concatenate([in_groups, self.sources, self.targets])
-        unknown = named[(named < 0) | (named >= nodes)]
-        if unknown.size:
-            raise InvalidArgumentError(f"a phase names node {unknown[0]}, but there are {nodes} nodes, from 0 on.")
-        counts = np.bincount(in_groups, minlength=nodes)
-        if counts.max() > 1:
-            raise InvalidArgumentError(f"node {counts.argmax()} is in {counts.max()} groups of a phase, needed one.")
+        if phase.highest >= nodes:
+            raise InvalidArgumentError(f"a phase names node {phase.highest}, but there are {nodes} nodes, from 0 on.")
         legs_s = [cluster.intra_legs_s(workload, size) for size in workload.bucket_nbytes]
         sizes = list(zip(workload.bucket_nbytes, legs_s, strict=True))
         # Groups of one link and size: their members, [groups, k], and their seconds, [b].
@@ -192,9 +179,7 @@ class PhasePlan:
             for (link, k), members in classes.items()
         ]
         # Nodes that exchange nothing with others still have their legs inside the node, if there are any.
-        idle = np.setdiff1d(np.arange(nodes), named)
-        if idle.size and any(legs_s):
-            self.groups.append((idle[:, None], [leg_s or -math.inf for leg_s in legs_s]))
+        self.idle_s = [leg_s or -math.inf for leg_s in legs_s]
         # A node pays for its out-peers or its in-peers, whichever are more: seconds are [b, edge_nodes].
         peers = np.maximum(*(np.bincount(ends, minlength=nodes) for ends in (self.sources, self.targets)))
         self.edge_nodes = np.flatnonzero(peers)
@@ -204,12 +189,10 @@ class PhasePlan:
 
     def exchange(self, bucket: int, free_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return when each node's exchange ends, if node i can start at ``free_s[i]``; -inf if it has none."""
-        end_s = np.full_like(free_s, -math.inf)
+        end_s = free_s + self.idle_s[bucket]
         for members, seconds in self.groups:
             end_s[members] = free_s[members].max(axis=1, keepdims=True) + seconds[bucket]
         if self.edge_nodes.size:
-            # A node that is in a group, too, finishes that first.
-            free_s = np.maximum(free_s, end_s)
             start_s = free_s.copy()
             np.maximum.at(start_s, self.targets, free_s[self.sources])
             end_s[self.edge_nodes] = start_s[self.edge_nodes] + self.edge_s[bucket]
@@ -352,7 +335,7 @@ def explain_speedup(
 
     reduced, steady = all_reduce_workload or workload, workload.steady()
     steady_all_reduce_s = simulate_all_reduce(cluster, reduced.steady(), horizon).iteration_s
-    overlapped_s = decentralized_s(steady, AllReduceSchedule(cluster.nodes))
+    overlapped_s = decentralized_s(steady, all_reduce_schedule(cluster.nodes))
     steady_s = decentralized_s(steady, schedule)
     speedup = simulate_all_reduce(cluster, reduced, horizon).iteration_s / decentralized_s(workload, schedule)
     return SpeedupFactors(

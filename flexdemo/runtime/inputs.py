@@ -81,7 +81,6 @@ class AlphaBeta:
         check_range(0.0, latency_s=self.latency_s, intra_latency_s=self.intra_latency_s)
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
-        """Return the seconds of one exchange; see :class:`Links`."""
         _check_link(link)
         if link == "intra":
             return rounds(link, k) * self.intra_latency_s + crossings(link, k) * nbytes / self.intra_bytes_per_s
@@ -129,17 +128,6 @@ class LinkTable:
         return max(y0 + slope * (nbytes - x0), self.seconds[0] / 2)
 
 
-def fit_alpha_beta(tables: tuple[LinkTable, ...]) -> AlphaBeta:
-    """Return the alpha-beta model with the least squared relative error over ``tables``."""
-    inter = [table for table in tables if table.link != "intra" and table.k > 1]
-    intra = [table for table in tables if table.link == "intra" and table.k > 1]
-    if not inter:
-        raise InvalidArgumentError("no table is of two nodes or more, needed one. Measure on at least two nodes.")
-    latency_s, bytes_per_s = _fit(inter)
-    intra_latency_s, intra_bytes_per_s = _fit(intra) if intra else (0.0, math.inf)
-    return AlphaBeta(bytes_per_s, latency_s, intra_bytes_per_s, intra_latency_s)
-
-
 def _fit(tables: list[LinkTable]) -> tuple[float, float]:
     """Return latency and rate by least squares of relative errors; a negative latency counts as zero."""
     points = np.array(
@@ -174,7 +162,13 @@ class MeasuredLinks:
     requested: AlphaBeta | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fitted", fit_alpha_beta(self.tables))
+        inter = [table for table in self.tables if table.link != "intra" and table.k > 1]
+        intra = [table for table in self.tables if table.link == "intra" and table.k > 1]
+        if not inter:
+            raise InvalidArgumentError("no table is of two nodes or more, needed one. Measure on at least two nodes.")
+        latency_s, bytes_per_s = _fit(inter)
+        intra_latency_s, intra_bytes_per_s = _fit(intra) if intra else (0.0, math.inf)
+        object.__setattr__(self, "fitted", AlphaBeta(bytes_per_s, latency_s, intra_bytes_per_s, intra_latency_s))
 
     @property
     def bytes_per_s(self) -> float:
@@ -186,7 +180,6 @@ class MeasuredLinks:
         return replace(self, requested=(self.requested or self.fitted).at_bandwidth(bytes_per_s))
 
     def tau(self, link: str, k: int, nbytes: float) -> float:
-        """Return the seconds of one exchange; see :class:`Links`."""
         formula_s = self.fitted.tau(link, k, nbytes)
         table = self._nearest(link, k)
         if table is None or formula_s == 0.0:

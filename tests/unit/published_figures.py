@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from flexcomm import InvalidArgumentError
+from flexcomm.gossip import Group, Phase
 from flexdemo.runtime import (
     Cluster,
     Horizon,
@@ -28,7 +29,6 @@ from flexdemo.runtime import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from flexcomm.gossip import Edge
     from flexdemo.runtime import Schedule
 
 MODEL_NBYTES = 260_000_000
@@ -107,15 +107,8 @@ class WorkerLinks:
 
 
 @dataclass(frozen=True)
-class _Group:
-    members: tuple[int, ...]
-    link: str
-
-
-@dataclass(frozen=True)
-class _Phase:
-    groups: tuple[_Group, ...]
-    edges: tuple[Edge, ...] = ()
+class _Group(Group):
+    link: str = "group"
 
 
 @dataclass(frozen=True)
@@ -129,17 +122,17 @@ class Alternating:
     def period(self) -> int:
         return 2 * _log2(self.nodes // self.per_node)
 
-    def phase(self, step: int) -> _Phase:
+    def phase(self, step: int) -> Phase:
         number, second = divmod(step % self.period, 2)
         hosts = self.nodes // self.per_node
         pairs = [(a, a ^ 1 << number) for a in range(hosts) if a < a ^ 1 << number]
         groups: list[_Group] = []
         for place, pair in enumerate(pairs):
             if place % 2 == second:
-                groups += [_Group(self._workers(host), "one node") for host in pair]
+                groups += [_Group(self._workers(host), link="one node") for host in pair]
             else:
-                groups.append(_Group(self._workers(pair[0]) + self._workers(pair[1]), "two nodes"))
-        return _Phase(tuple(groups))
+                groups.append(_Group(self._workers(pair[0]) + self._workers(pair[1]), link="two nodes"))
+        return Phase(tuple(groups))
 
     def _workers(self, host: int) -> tuple[int, ...]:
         return tuple(range(host * self.per_node, (host + 1) * self.per_node))
@@ -156,10 +149,10 @@ class Exponential:
     def period(self) -> int:
         return _log2(self.nodes)
 
-    def phase(self, step: int) -> _Phase:
+    def phase(self, step: int) -> Phase:
         hop = 1 << step % self.period
         link = "pairs inside" if hop < self.per_node else "pairs that cross"
-        return _Phase(tuple(_Group((j, j ^ hop), link) for j in range(self.nodes) if j < j ^ hop))
+        return Phase(tuple(_Group((j, j ^ hop), link=link) for j in range(self.nodes) if j < j ^ hop))
 
 
 def _log2(number: int) -> int:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from flexcomm import InvalidArgumentError
-from flexdemo.runtime import AlphaBeta, LinkTable, MeasuredLinks, fit_alpha_beta
+from flexdemo.runtime import AlphaBeta, LinkTable, MeasuredLinks
 
 NETWORK = AlphaBeta(bytes_per_s=1e6, latency_s=1e-3, intra_bytes_per_s=1e8, intra_latency_s=1e-5)
 
@@ -50,12 +50,12 @@ def test_tables_are_lines_between_and_beyond_their_sizes() -> None:
 
 
 def test_the_fit_returns_the_formula_that_made_the_tables() -> None:
-    fitted = fit_alpha_beta((table("group", 2), table("all-reduce", 4), table("gather", 4), table("intra", 2)))
+    fitted = MeasuredLinks((table("group", 2), table("all-reduce", 4), table("gather", 4), table("intra", 2))).fitted
     assert fitted.bytes_per_s == pytest.approx(1e6)
     assert fitted.latency_s == pytest.approx(1e-3)
     assert fitted.intra_bytes_per_s == pytest.approx(1e8)
     assert fitted.intra_latency_s == pytest.approx(1e-5)
-    assert fit_alpha_beta((LinkTable("group", 2, (1000,), (0.001,)),)) == AlphaBeta(1e6)
+    assert MeasuredLinks((LinkTable("group", 2, (1000,), (0.001,)),)).fitted == AlphaBeta(1e6)
 
 
 def test_measured_times_are_used_as_they_are() -> None:

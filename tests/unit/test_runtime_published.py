@@ -6,9 +6,9 @@ import pytest
 
 from flexcomm import InvalidArgumentError
 from flexdemo.runtime import (
-    AllReduceSchedule,
     Cluster,
     Horizon,
+    all_reduce_schedule,
     simulate_all_reduce,
     simulate_decentralized,
 )
@@ -57,7 +57,7 @@ def test_stragglers_cost_all_reduce_most(
     """32 workers, C = 100 ms, T = 60 ms among all and 50 ms between two nodes."""
     cluster = Cluster(32, WorkerLinks(all_s=0.06, slow_s=0.05, fast_s=0.0, crossing_pairs_s=0.0))
     workload = plan_published_workload(100.0, sigma)
-    complete = simulate_decentralized(cluster, workload, AllReduceSchedule(32), horizon=LAST)
+    complete = simulate_decentralized(cluster, workload, all_reduce_schedule(32), horizon=LAST)
     alternating = simulate_decentralized(cluster, workload, Alternating(32, 4), horizon=LAST)
     assert 1e3 * simulate_all_reduce(cluster, workload, LAST).iteration_s == pytest.approx(all_reduce_ms, rel=0.03)
     assert 1e3 * complete.iteration_s == pytest.approx(complete_ms, rel=0.03)
