@@ -221,10 +221,14 @@ def _value_dtype(plan: BufferPlan) -> torch.dtype | None:
     return codes.pop().format.sum_dtype if len(codes) == 1 else None
 
 
+NumberedShard = tuple[int, TensorShard]
+"""A shard, and the number of the tensor, or of the shard, that it is a part of."""
+
+
 class NodePart(NamedTuple):
     """The part of a bucket that one node averages in ``two_phase``: shards of shards, with the plans of both phases."""
 
-    shards: list[tuple[int, TensorShard]]  # each with the number of the shard it is a part of
+    shards: list[NumberedShard]
     sent: BufferPlan  # of the buffers that all nodes send it
     coefficients: BufferPlan  # of the same as flat chunks, not transformed back
     averaged: BufferPlan  # of the averages it sends on
@@ -240,14 +244,14 @@ class NodePart(NamedTuple):
 @lru_cache(maxsize=1024)
 def plan_two_phase(shards: tuple[TensorShard, ...], nodes: int) -> list[NodePart]:
     """Return which part of a rank's shards each node averages."""
-    by_node: list[list[tuple[int, TensorShard]]] = [[] for _ in range(nodes)]
+    by_node: list[list[NumberedShard]] = [[] for _ in range(nodes)]
     for number, shard in enumerate(shards):
         for own, part in zip(by_node, shard_tensor(shard.spec, shard.plan, nodes), strict=True):
             own += [] if part is None else [(number, part)]
     return [_plan_part(own, nodes) for own in by_node]
 
 
-def _plan_part(shards: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
+def _plan_part(shards: list[NumberedShard], nodes: int) -> NodePart:
     specs, plans = tuple(shard.spec for _, shard in shards), tuple(shard.plan for _, shard in shards)
     # Averages hold, in full precision, all coefficients that any node may have sent.
     unions = []
@@ -262,8 +266,8 @@ def _plan_part(shards: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
     return NodePart(
         shards,
         assemble_buffer(specs, plans),
-        assemble_buffer(flat_specs, tuple(map(_flat_plan, plans))),
-        assemble_buffer(flat_specs, tuple(map(_flat_plan, unions))),
+        assemble_buffer(flat_specs, tuple(_flat_plan(plan) for plan in plans)),
+        assemble_buffer(flat_specs, tuple(_flat_plan(plan) for plan in unions)),
         assemble_buffer(specs, tuple(unions)),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from operator import methodcaller
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from flexcomm.codec import Decoder, TensorShard
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, WireError
 from flexcomm.kernels import STORE, BufferPlan, Epilogue, StateUpdate, apply_epilogue_
 from flexcomm.stats import SyncRecord, Timed
-from flexcomm.sync.algorithms import ALGORITHMS, Collective, GatheredPayloads, Received, Steps, digest_of
+from flexcomm.sync.algorithms import ALGORITHMS, Collective, GatheredPayloads, NumberedShard, Received, Steps, digest_of
 from flexcomm.sync.plan import BucketPlan, Buffers, SyncPlan, sum_dtype
 
 _DISAGREE = (
@@ -55,7 +55,7 @@ class BucketContext:
     @property
     def shards(self) -> tuple[TensorShard, ...]:
         """The shards of the bucket's tensors that this rank works on."""
-        return self.bucket.shards[self.plan.local_rank]
+        return tuple(shard for _, shard in self.bucket.shards[self.plan.local_rank])
 
     @property
     def buffer_plan(self) -> BufferPlan:
@@ -96,10 +96,10 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
 def reduce_scatter_inside(ctx: BucketContext) -> Steps[list[Tensor]]:
     """Return the sums, over the ranks of this node, of this rank's tensor shards."""
     if ctx.plan.local_size == 1:
-        return [ctx.tensors[number] for number in ctx.bucket.numbers[0]]
+        return [ctx.tensors[number] for number, _ in ctx.bucket.shards[0]]
     sums = ctx.buffers.get("sums", lambda: _make_elements(ctx, sum_dtype(ctx.bucket.dtype)))
     # One by one: a shard of a tensor with gaps is a copy.
-    for part, (shard, number) in zip(sums.parts, ctx.bucket.numbered_shards, strict=True):
+    for part, (number, shard) in zip(sums.parts, chain(*ctx.bucket.shards), strict=True):
         part.copy_(shard.of(ctx.tensors[number]))
     moved = (ctx.plan.local_size - 1) * sums.own.nbytes
     yield Collective("reduce_inside", methodcaller("reduce_scatter", sums.rows, sums.own), moved, moved)
@@ -127,8 +127,8 @@ def verify(ctx: BucketContext, received: Received) -> list[str]:
 
 def output_shards(ctx: BucketContext) -> list[Tensor]:
     if ctx.plan.local_size == 1:
-        return [ctx.outputs[number] for number in ctx.bucket.numbers[0]]
-    return [shard.of(ctx.outputs[number]) for shard, number in ctx.bucket.numbered_shards]
+        return [ctx.outputs[number] for number, _ in ctx.bucket.shards[0]]
+    return [shard.of(ctx.outputs[number]) for number, shard in chain(*ctx.bucket.shards)]
 
 
 class FailedExchange(NamedTuple):
@@ -214,16 +214,16 @@ class NodeElements(NamedTuple):
 def _make_elements(ctx: BucketContext, dtype: torch.dtype, first: int = 0) -> NodeElements:
     """Return rows whose elements begin at ``first``."""
 
-    def parts_of(row: Tensor, shards: tuple[TensorShard, ...]) -> list[Tensor]:
-        ends = accumulate((shard.numel for shard in shards), initial=first)
-        return [row[begin:end].view(one.spec.shape) for one, (begin, end) in zip(shards, pairwise(ends), strict=True)]
+    def parts_of(row: Tensor, shards: tuple[NumberedShard, ...]) -> list[Tensor]:
+        bounds = pairwise(accumulate((shard.numel for _, shard in shards), initial=first))
+        return [row[begin:end].view(one.spec.shape) for (_, one), (begin, end) in zip(shards, bounds, strict=True)]
 
     numel = first + ctx.bucket.longest
     # Zeros, because nothing is copied behind the shorter rows, and sums of anything could overflow.
     rows = ctx.buffers.allocate(ctx.plan.local_size, numel, dtype=dtype).zero_()
     own = ctx.buffers.allocate(numel, dtype=dtype)
     parts = [part for row, shards in zip(rows, ctx.bucket.shards, strict=True) for part in parts_of(row, shards)]
-    return NodeElements(rows, parts, own, parts_of(own, ctx.shards))
+    return NodeElements(rows, parts, own, parts_of(own, ctx.bucket.shards[ctx.plan.local_rank]))
 
 
 def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElements]:
