@@ -23,7 +23,7 @@ from torch import Tensor
 from flexcomm.codec import Decoder, Encoder, TensorShard, assemble_buffer, shard_tensor
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import ConfigMismatchError, WireError
-from flexcomm.kernels import BufferPlan, Selection, StateUpdate, TensorPlan, ValueCode
+from flexcomm.kernels import BufferPlan, Selection, StateUpdate, ValueCode
 from flexcomm.kernels.layout import HEADER_NBYTES
 from flexcomm.stats import Timed
 from flexcomm.transport import Handle, Transport
@@ -266,16 +266,10 @@ def _plan_part(shards: list[NumberedShard], nodes: int) -> NodePart:
     return NodePart(
         shards,
         assemble_buffer(specs, plans),
-        assemble_buffer(flat_specs, tuple(_flat_plan(plan) for plan in plans)),
-        assemble_buffer(flat_specs, tuple(_flat_plan(plan) for plan in unions)),
+        assemble_buffer(flat_specs, tuple(plan.of_coefficients() for plan in plans)),
+        assemble_buffer(flat_specs, tuple(plan.of_coefficients() for plan in unions)),
         assemble_buffer(specs, tuple(unions)),
     )
-
-
-def _flat_plan(plan: TensorPlan) -> TensorPlan:
-    """Return the plan for coefficients as they are, chunk by chunk. Its payloads look the same."""
-    numel = plan.chunks * plan.chunk_numel
-    return replace(plan, rows=1, cols=numel, chunk_rows=1, chunk_cols=plan.chunk_numel, transformed=False)
 
 
 @dataclass(frozen=True)
