@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any, Generic, TypeVar
 
@@ -152,8 +151,7 @@ class SyncHandle(Generic[T]):
             first, engine.sequence = engine.sequence + 1, engine.sequence + len(plan.buckets)
             for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first):
                 ctx = self._make_context(bucket, pool.take(), sequence)
-                done = threading.Event() if plan.in_background else None
-                self._tasks.append(BucketTask(ctx, sync_bucket(ctx), done))
+                self._tasks.append(BucketTask(ctx, sync_bucket(ctx)))
             if plan.in_background:
                 threads = engine.comm_threads(self._world, plan.device)
                 for task in self._tasks:
@@ -204,7 +202,7 @@ class SyncHandle(Generic[T]):
             if self._plan.in_background:
                 begin_s = time.perf_counter()
                 for task in self._tasks:
-                    task.wait_done()
+                    task.done.wait()
                 self._waited_s = time.perf_counter() - begin_s
             else:
                 under_way = self._tasks
