@@ -53,7 +53,7 @@ class SyncHandle(Generic[T]):
         self._waited_s = 0.0
         self._lent: list[str] = []
         self._tasks: list[BucketTask[BucketContext]] = []
-        self._refusal: FlexcommError | None = None
+        self._refusals: list[FlexcommError] = []
         self._error: BaseException | None = None
         self._is_verified = self._is_over = False
         self.skipped = False
@@ -187,7 +187,8 @@ class SyncHandle(Generic[T]):
             lent = [residuals.lend(one.spec.name, one.plan, plan.device, in_place=in_place) for one in ctx.shards]
         except FlexcommError as refusal:
             # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
-            self._refusal, ctx.nonfinite = self._refusal or refusal, str(refusal)
+            self._refusals.append(refusal)
+            ctx.nonfinite = str(refusal)
             return ctx
         ctx.in_place = in_place
         ctx.states, ctx.states_out = [state for state, _ in lent], [state_out for _, state_out in lent]
@@ -208,8 +209,7 @@ class SyncHandle(Generic[T]):
                 under_way = self._tasks
                 while under_way:
                     under_way = [task for task in under_way if task.advance(self._world)]
-            failures: list[BaseException] = [] if self._refusal is None else [self._refusal]
-            failures += [task.failure for task in self._tasks if task.failure is not None]
+            failures = [*self._refusals, *(task.failure for task in self._tasks if task.failure is not None)]
             if failures:
                 # Of several, that of a transport: all others follow from it.
                 raise next((one for one in failures if isinstance(one, TransportError)), failures[0])

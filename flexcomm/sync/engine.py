@@ -99,10 +99,7 @@ _engines: WeakKeyDictionary[World, Engine] = WeakKeyDictionary()
 
 
 def engine_of(world: World) -> Engine:
-    engine = _engines.get(world)
-    if engine is None:
-        engine = _engines[world] = Engine()
-    return engine
+    return _engines.setdefault(world, Engine())
 
 
 # Any: a BucketContext, or gossip's MixContext. The engine itself needs only its record.
