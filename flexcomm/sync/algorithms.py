@@ -140,15 +140,18 @@ def _encode_shard(ctx: BucketContext, shard: list[Tensor]) -> Encoder:
 _DIGEST_BITS = 64
 
 
-@dataclass(frozen=True)
 class ReducedValues:
     """Values summed over nodes; behind them, the bits of a digest and a count of nodes with nonfinite values."""
 
-    encoder: Encoder
-    decoder: Decoder
-    values: Tensor
-    digest: Tensor
-    nonfinite: Tensor
+    def __init__(self, ctx: BucketContext) -> None:
+        plan, dtype, kernels = ctx.buffer_plan, _value_dtype(ctx.buffer_plan), ctx.plan.kernels
+        assert dtype is not None, "plans are asked before they are reduced"  # noqa: S101  (our own invariant)
+        tail = (_DIGEST_BITS + 1) * dtype.itemsize
+        buffer = ctx.buffers.allocate(plan.nbytes + -(-tail // 4) * 4)
+        self.values = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
+        self.digest, self.nonfinite = self.values[-_DIGEST_BITS - 1 : -1], self.values[-1:]
+        self.encoder = Encoder(plan, buffer, kernels)
+        self.decoder = Decoder(plan, buffer, ["the sum over nodes"], kernels, summed=ctx.plan.nodes)
 
     def verify(self, ctx: BucketContext) -> list[str]:
         if not torch.equal(self.digest, (digest_bits(ctx) * ctx.plan.nodes).to(self.digest)):
@@ -169,19 +172,7 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     Sums travel without header and checksum, so damage on the way is not found. A digest of what nodes must agree on
     does travel, one number for each bit: where all agree, each sums up to 0 or to the number of nodes.
     """
-    nodes = ctx.plan.nodes
-
-    def make_reduced() -> ReducedValues:
-        plan, dtype = ctx.buffer_plan, _value_dtype(ctx.buffer_plan)
-        assert dtype is not None, "plans are asked before they are reduced"  # noqa: S101  (our own invariant)
-        tail = (_DIGEST_BITS + 1) * dtype.itemsize
-        buffer = ctx.buffers.allocate(plan.nbytes + -(-tail // 4) * 4)
-        values = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
-        decoder = Decoder(plan, buffer, ["the sum over nodes"], ctx.plan.kernels, summed=nodes)
-        encoder, digest = Encoder(plan, buffer, ctx.plan.kernels), values[-_DIGEST_BITS - 1 : -1]
-        return ReducedValues(encoder, decoder, values, digest, values[-1:])
-
-    reduced = ctx.buffers.get("reduced", make_reduced)
+    nodes, reduced = ctx.plan.nodes, ctx.buffers.get("reduced", lambda: ReducedValues(ctx))
     encode_(ctx, reduced.encoder, shard, ctx.states, ctx.states_out, ctx.update)
     if ctx.rollbacks and ctx.states is not None:
         # The sum takes the place of what was sent: roll back from a copy of it.
@@ -272,18 +263,23 @@ def _plan_part(shards: list[NumberedShard], nodes: int) -> NodePart:
     )
 
 
-@dataclass(frozen=True)
 class TwoPhases:
     """The buffers of both phases; ``decoders`` read the averages of all parts, each from the node that computed it."""
 
-    parts: list[NodePart]
-    encoders: list[Encoder]
-    received: Tensor
-    own_decoder: Decoder
-    coefficients: list[Tensor]
-    averages: Encoder
-    gathered: Tensor
-    decoders: list[Decoder]
+    def __init__(self, ctx: BucketContext) -> None:
+        nodes, kernels, allocate = ctx.plan.nodes, ctx.plan.kernels, ctx.buffers.allocate
+        self.parts = plan_two_phase(ctx.shards, nodes)
+        own, longest = self.parts[ctx.plan.node], max(part.averaged.nbytes for part in self.parts)
+        self.encoders = [Encoder(part.sent, allocate(part.sent.nbytes), kernels) for part in self.parts]
+        self.received = allocate(nodes, own.sent.nbytes)
+        self.own_decoder = Decoder(own.sent, self.received, ctx.senders, kernels, decoded_as=own.coefficients)
+        self.coefficients = [allocate(*spec.shape, dtype=torch.float32) for spec in own.coefficients.specs]
+        self.averages = Encoder(own.averaged, allocate(longest), kernels)
+        self.gathered = allocate(nodes, longest)
+        self.decoders = [
+            Decoder(part.averaged, row[: part.averaged.nbytes], [sender], kernels, decoded_as=part.restored)
+            for part, row, sender in zip(self.parts, self.gathered, ctx.senders, strict=True)
+        ]
 
     def verify(self, ctx: BucketContext) -> list[str]:
         return [sender for one in self.decoders for sender in one.verify(step=ctx.step, sequence=ctx.sequence)]
@@ -295,7 +291,7 @@ class TwoPhases:
 
 def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
     """Send every node its part, average what came for this node's part, and all-gather the averages."""
-    phases = ctx.buffers.get("two phases", lambda: _make_phases(ctx))
+    phases = ctx.buffers.get("two phases", lambda: TwoPhases(ctx))
     for part, encoder in zip(phases.parts, phases.encoders, strict=True):
         states, states_out = part.state_views(ctx.states), part.state_views(ctx.states_out)
         encode_(ctx, encoder, part.views(shard), states, states_out, ctx.update)
@@ -321,26 +317,6 @@ def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
     if failure is not None:
         raise failure
     return phases
-
-
-def _make_phases(ctx: BucketContext) -> TwoPhases:
-    nodes, kernels, allocate = ctx.plan.nodes, ctx.plan.kernels, ctx.buffers.allocate
-    parts = plan_two_phase(ctx.shards, nodes)
-    own, longest = parts[ctx.plan.node], max(part.averaged.nbytes for part in parts)
-    received, gathered = allocate(nodes, own.sent.nbytes), allocate(nodes, longest)
-    return TwoPhases(
-        parts,
-        [Encoder(part.sent, allocate(part.sent.nbytes), kernels) for part in parts],
-        received,
-        Decoder(own.sent, received, ctx.senders, kernels, decoded_as=own.coefficients),
-        [allocate(*spec.shape, dtype=torch.float32) for spec in own.coefficients.specs],
-        Encoder(own.averaged, allocate(longest), kernels),
-        gathered,
-        [
-            Decoder(part.averaged, row[: part.averaged.nbytes], [sender], kernels, decoded_as=part.restored)
-            for part, row, sender in zip(parts, gathered, ctx.senders, strict=True)
-        ],
-    )
 
 
 ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Received]]] = {
