@@ -101,16 +101,12 @@ class GatheredPayloads:
 def gather(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     """All-gather buffers whose length follows from the plan: one collective, and no exchange of lengths."""
     plan, nodes, encoder = ctx.buffer_plan, ctx.plan.nodes, _encode_shard(ctx, shard)
-
-    def make_received() -> GatheredPayloads:
-        gathered = ctx.buffers.allocate(nodes, plan.nbytes)
-        return GatheredPayloads(gathered, Decoder(plan, gathered, ctx.senders, ctx.plan.kernels))
-
+    gathered = ctx.buffers.get("gathered", lambda: ctx.buffers.allocate(nodes, plan.nbytes))
+    decoder = ctx.buffers.get("decoder", lambda: Decoder(plan, gathered, ctx.senders, ctx.plan.kernels))
     ctx.record.payload_bytes += plan.nbytes
-    received = ctx.buffers.get("gathered", make_received)
     moved = (nodes - 1) * plan.nbytes
-    yield Collective("exchange", methodcaller("all_gather", encoder.buffer, received.gathered), moved, moved)
-    return received
+    yield Collective("exchange", methodcaller("all_gather", encoder.buffer, gathered), moved, moved)
+    return GatheredPayloads(gathered, decoder)
 
 
 def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
