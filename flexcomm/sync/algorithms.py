@@ -212,14 +212,28 @@ NumberedShard = tuple[int, TensorShard]
 """A shard, and the number of the tensor, or of the shard, that it is a part of."""
 
 
-class NodePart(NamedTuple):
+class NodePart:
     """The part of a bucket that one node averages in ``two_phase``: shards of shards, with the plans of both phases."""
 
-    shards: list[NumberedShard]
-    sent: BufferPlan  # of the buffers that all nodes send it
-    coefficients: BufferPlan  # of the same as flat chunks, not transformed back
-    averaged: BufferPlan  # of the averages it sends on
-    restored: BufferPlan  # of the same as the elements they stand for
+    def __init__(self, shards: list[NumberedShard], nodes: int) -> None:
+        self.shards = shards
+        specs, plans = tuple(shard.spec for _, shard in shards), tuple(shard.plan for _, shard in shards)
+        flat_specs = tuple(
+            TensorSpec(f"{spec.name} averaged", (plan.chunks * plan.chunk_numel,), torch.float32)
+            for spec, plan in zip(specs, plans, strict=True)
+        )
+        # Averages hold, in full precision, all coefficients that any node may have sent.
+        unions = []
+        for plan in plans:
+            k = min(plan.k * nodes, plan.chunk_numel)
+            selection = Selection.EVERYTHING if k == plan.chunk_numel else Selection.TOP_K
+            unions.append(replace(plan, selection=selection, k=k, values=ValueCode.FP32))
+        # The buffers that all nodes send it, decoded to flat chunks that are not transformed back.
+        self.sent = assemble_buffer(specs, plans)
+        self.coefficients = assemble_buffer(flat_specs, tuple(plan.of_coefficients() for plan in plans))
+        # The buffer of averages that it sends on, decoded to the elements they stand for.
+        self.averaged = assemble_buffer(flat_specs, tuple(plan.of_coefficients() for plan in unions))
+        self.restored = assemble_buffer(specs, tuple(unions))
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [shard.of(tensors[number]) for number, shard in self.shards]
@@ -235,28 +249,7 @@ def plan_two_phase(shards: tuple[TensorShard, ...], nodes: int) -> list[NodePart
     for number, shard in enumerate(shards):
         for own, part in zip(by_node, shard_tensor(shard.spec, shard.plan, nodes), strict=True):
             own += [] if part is None else [(number, part)]
-    return [_plan_part(own, nodes) for own in by_node]
-
-
-def _plan_part(shards: list[NumberedShard], nodes: int) -> NodePart:
-    specs, plans = tuple(shard.spec for _, shard in shards), tuple(shard.plan for _, shard in shards)
-    # Averages hold, in full precision, all coefficients that any node may have sent.
-    unions = []
-    for plan in plans:
-        k = min(plan.k * nodes, plan.chunk_numel)
-        selection = Selection.EVERYTHING if k == plan.chunk_numel else Selection.TOP_K
-        unions.append(replace(plan, selection=selection, k=k, values=ValueCode.FP32))
-    flat_specs = tuple(
-        TensorSpec(f"{spec.name} averaged", (plan.chunks * plan.chunk_numel,), torch.float32)
-        for spec, plan in zip(specs, plans, strict=True)
-    )
-    return NodePart(
-        shards,
-        assemble_buffer(specs, plans),
-        assemble_buffer(flat_specs, tuple(plan.of_coefficients() for plan in plans)),
-        assemble_buffer(flat_specs, tuple(plan.of_coefficients() for plan in unions)),
-        assemble_buffer(specs, tuple(unions)),
-    )
+    return [NodePart(own, nodes) for own in by_node]
 
 
 class TwoPhases:
