@@ -7,7 +7,6 @@ selectors. All of them are settings: no tensor, no rank.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -54,12 +53,10 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         wrong = []
-        for name, part, base, ours in (
-            ("basis", self.basis, Basis, "Identity, Dct"),
-            ("selector", self.selector, Selector, "Everything, TopK, TopRate, RandomK, Striding, Threshold"),
-        ):
-            is_one = isinstance(part, base)
-            wrong += part.complaints() if is_one else [f"{name} is {part!r}, but must be one of {ours}"]
+        for name, part, kinds in (("basis", self.basis, Basis), ("selector", self.selector, Selector)):
+            needed = ", ".join(kind.__name__ for kind in get_args(kinds))
+            is_one = isinstance(part, kinds)
+            wrong += part.complaints() if is_one else [f"{name} is {part!r}, but must be one of {needed}"]
         if not wrong and isinstance(self.selector, TopK):
             most = math.prod(self.basis.cut((self.basis.chunk, self.basis.chunk))[2:])
             if self.selector.k > most:
@@ -249,26 +246,15 @@ class Settings:
 
 
 Cut = tuple[int, int, int, int]
+"""A tensor seen as a matrix: its rows and columns, and those of its chunks."""
 
 
 @dataclass(frozen=True)
-class Basis(Settings, ABC):
-    """Coordinates of a tensor, cut into chunks; a base for frozen dataclasses."""
-
-    chunk: int
-    transformed: ClassVar[bool]
-
-    @abstractmethod
-    def cut(self, shape: tuple[int, ...]) -> Cut:
-        """Return a tensor of this shape as a matrix of ``[rows, cols]``, and the rows and columns of its chunks."""
-
-
-@dataclass(frozen=True)
-class Identity(Basis):
+class Identity(Settings):
     """The elements themselves, flattened, in chunks of nearly equal length, none longer than ``chunk``."""
 
     chunk: int = field(default=4096, metadata=_FLAT_CHUNK)
-    transformed = False
+    transformed: ClassVar = False
 
     def cut(self, shape: tuple[int, ...]) -> Cut:
         numel = math.prod(shape)
@@ -277,7 +263,7 @@ class Identity(Basis):
 
 
 @dataclass(frozen=True)
-class Dct(Basis):
+class Dct(Settings):
     """The orthonormal DCT-II of chunks of ``chunk x chunk``; of ``chunk``, if the tensor has fewer than two dims.
 
     Leading dims are folded into the rows; a dim shorter than the chunk is padded to the next power of two only. A
@@ -285,7 +271,7 @@ class Dct(Basis):
     """
 
     chunk: int = field(default=64, metadata=_DCT_CHUNK)
-    transformed = True
+    transformed: ClassVar = True
 
     def cut(self, shape: tuple[int, ...]) -> Cut:
         cols = shape[-1] if shape else 1
@@ -296,25 +282,21 @@ class Dct(Basis):
         return rows, cols, chunk_rows, chunk_cols
 
 
-@dataclass(frozen=True)
-class Selector(Settings, ABC):
-    """Which coefficients of a chunk are sent; a base for frozen dataclasses."""
-
-    @abstractmethod
-    def select(self, whole: TensorPlan) -> TensorPlan:
-        """Return the plan that sends this selection of what ``whole`` sends, which is everything."""
+Basis = Identity | Dct
+"""Coordinates of a tensor, cut into chunks."""
 
 
 @dataclass(frozen=True)
-class Everything(Selector):
+class Everything(Settings):
     """All coefficients."""
 
     def select(self, whole: TensorPlan) -> TensorPlan:
+        """Return the plan that sends this selection of what ``whole`` sends, which is everything."""
         return whole
 
 
 @dataclass(frozen=True)
-class TopK(Selector):
+class TopK(Settings):
     """The ``k`` of largest magnitude of every chunk, or all of a chunk that holds fewer; of equals, the first."""
 
     k: int = field(metadata=_POSITIVE)
@@ -324,7 +306,7 @@ class TopK(Selector):
 
 
 @dataclass(frozen=True)
-class _Rated(Selector):
+class _Rated(Settings):
     """A base for selectors of a share of every chunk: the nearest number, at least one."""
 
     rate: float = field(metadata=_SHARE)
@@ -360,7 +342,7 @@ class Striding(_Rated):
 
 
 @dataclass(frozen=True)
-class Threshold(Selector):
+class Threshold(Settings):
     """Every coefficient whose magnitude reaches ``tau``, at most the share ``capacity`` of the tensor.
 
     If more reach it, the largest are sent, of those about as large the first. ``None``: all are sent, and lengths are
@@ -375,3 +357,7 @@ class Threshold(Selector):
         if self.capacity is None:
             return replace(above, variable_length=True)
         return replace(above, k=max(1, round(self.capacity * whole.entries)))
+
+
+Selector = Everything | TopK | TopRate | RandomK | Striding | Threshold
+"""Which coefficients of a chunk are sent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -148,7 +147,7 @@ def start_mix(
     sequence = 0 if plan.threads is None else plan.threads.next_sequence()
     record = SyncRecord(syncs=1, dense_bytes=x.nbytes)
     ctx = MixContext(plan, x, outputs, node, round_, step, sequence, push_sum, residuals, buffers, record)
-    task = BucketTask(ctx, mix_bucket(ctx), threading.Event())
+    task = BucketTask(ctx, mix_bucket(ctx))
     if plan.threads is None or (round_.is_idle and plan.ranks == 1):
         task.resume(None)  # It sends nothing, and waits for no mix that does.
     else:
@@ -203,7 +202,7 @@ class MixHandle(Generic[T]):
         """Return when all messages were received and the inputs are no longer read. Outputs are written by `wait`."""
         task, threads = self._task, self._task.ctx.plan.threads
         with Timed(task.ctx.record, "waiting"):
-            task.wait_done()
+            task.done.wait()
         if task.failure is not None:
             self._unclaim()
             if isinstance(task.failure, DeadlineExceededError) and not self._is_explained:
@@ -221,7 +220,7 @@ class MixHandle(Generic[T]):
 
     def done(self) -> bool:
         """Return whether all messages were received, so that ``wait`` does not block."""
-        return self._task.is_done
+        return self._task.done.is_set()
 
     def _unclaim(self) -> None:
         if self._task.ctx.residuals is not None:

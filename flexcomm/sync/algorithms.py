@@ -23,7 +23,7 @@ from torch import Tensor
 from flexcomm.codec import Decoder, Encoder, TensorShard, assemble_buffer, shard_tensor
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import ConfigMismatchError, WireError
-from flexcomm.kernels import BufferPlan, Selection, StateUpdate, TensorPlan, ValueCode
+from flexcomm.kernels import BufferPlan, Selection, StateUpdate, ValueCode
 from flexcomm.kernels.layout import HEADER_NBYTES
 from flexcomm.stats import Timed
 from flexcomm.transport import Handle, Transport
@@ -101,16 +101,12 @@ class GatheredPayloads:
 def gather(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     """All-gather buffers whose length follows from the plan: one collective, and no exchange of lengths."""
     plan, nodes, encoder = ctx.buffer_plan, ctx.plan.nodes, _encode_shard(ctx, shard)
-
-    def make_received() -> GatheredPayloads:
-        gathered = ctx.buffers.allocate(nodes, plan.nbytes)
-        return GatheredPayloads(gathered, Decoder(plan, gathered, ctx.senders, ctx.plan.kernels))
-
+    gathered = ctx.buffers.get("gathered", lambda: ctx.buffers.allocate(nodes, plan.nbytes))
+    decoder = ctx.buffers.get("decoder", lambda: Decoder(plan, gathered, ctx.senders, ctx.plan.kernels))
     ctx.record.payload_bytes += plan.nbytes
-    received = ctx.buffers.get("gathered", make_received)
     moved = (nodes - 1) * plan.nbytes
-    yield Collective("exchange", methodcaller("all_gather", encoder.buffer, received.gathered), moved, moved)
-    return received
+    yield Collective("exchange", methodcaller("all_gather", encoder.buffer, gathered), moved, moved)
+    return GatheredPayloads(gathered, decoder)
 
 
 def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
@@ -140,15 +136,18 @@ def _encode_shard(ctx: BucketContext, shard: list[Tensor]) -> Encoder:
 _DIGEST_BITS = 64
 
 
-@dataclass(frozen=True)
 class ReducedValues:
     """Values summed over nodes; behind them, the bits of a digest and a count of nodes with nonfinite values."""
 
-    encoder: Encoder
-    decoder: Decoder
-    values: Tensor
-    digest: Tensor
-    nonfinite: Tensor
+    def __init__(self, ctx: BucketContext) -> None:
+        plan, dtype, kernels = ctx.buffer_plan, _value_dtype(ctx.buffer_plan), ctx.plan.kernels
+        assert dtype is not None, "plans are asked before they are reduced"  # noqa: S101  (our own invariant)
+        tail = (_DIGEST_BITS + 1) * dtype.itemsize
+        buffer = ctx.buffers.allocate(plan.nbytes + -(-tail // 4) * 4)
+        self.values = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
+        self.digest, self.nonfinite = self.values[-_DIGEST_BITS - 1 : -1], self.values[-1:]
+        self.encoder = Encoder(plan, buffer, kernels)
+        self.decoder = Decoder(plan, buffer, ["the sum over nodes"], kernels, summed=ctx.plan.nodes)
 
     def verify(self, ctx: BucketContext) -> list[str]:
         if not torch.equal(self.digest, (digest_bits(ctx) * ctx.plan.nodes).to(self.digest)):
@@ -169,19 +168,7 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     Sums travel without header and checksum, so damage on the way is not found. A digest of what nodes must agree on
     does travel, one number for each bit: where all agree, each sums up to 0 or to the number of nodes.
     """
-    nodes = ctx.plan.nodes
-
-    def make_reduced() -> ReducedValues:
-        plan, dtype = ctx.buffer_plan, _value_dtype(ctx.buffer_plan)
-        assert dtype is not None, "plans are asked before they are reduced"  # noqa: S101  (our own invariant)
-        tail = (_DIGEST_BITS + 1) * dtype.itemsize
-        buffer = ctx.buffers.allocate(plan.nbytes + -(-tail // 4) * 4)
-        values = buffer[HEADER_NBYTES : plan.nbytes + tail].view(dtype)
-        decoder = Decoder(plan, buffer, ["the sum over nodes"], ctx.plan.kernels, summed=nodes)
-        encoder, digest = Encoder(plan, buffer, ctx.plan.kernels), values[-_DIGEST_BITS - 1 : -1]
-        return ReducedValues(encoder, decoder, values, digest, values[-1:])
-
-    reduced = ctx.buffers.get("reduced", make_reduced)
+    nodes, reduced = ctx.plan.nodes, ctx.buffers.get("reduced", lambda: ReducedValues(ctx))
     encode_(ctx, reduced.encoder, shard, ctx.states, ctx.states_out, ctx.update)
     if ctx.rollbacks and ctx.states is not None:
         # The sum takes the place of what was sent: roll back from a copy of it.
@@ -221,14 +208,32 @@ def _value_dtype(plan: BufferPlan) -> torch.dtype | None:
     return codes.pop().format.sum_dtype if len(codes) == 1 else None
 
 
-class NodePart(NamedTuple):
+NumberedShard = tuple[int, TensorShard]
+"""A shard, and the number of the tensor, or of the shard, that it is a part of."""
+
+
+class NodePart:
     """The part of a bucket that one node averages in ``two_phase``: shards of shards, with the plans of both phases."""
 
-    shards: list[tuple[int, TensorShard]]  # each with the number of the shard it is a part of
-    sent: BufferPlan  # of the buffers that all nodes send it
-    coefficients: BufferPlan  # of the same as flat chunks, not transformed back
-    averaged: BufferPlan  # of the averages it sends on
-    restored: BufferPlan  # of the same as the elements they stand for
+    def __init__(self, shards: list[NumberedShard], nodes: int) -> None:
+        self.shards = shards
+        specs, plans = tuple(shard.spec for _, shard in shards), tuple(shard.plan for _, shard in shards)
+        flat_specs = tuple(
+            TensorSpec(f"{spec.name} averaged", (plan.chunks * plan.chunk_numel,), torch.float32)
+            for spec, plan in zip(specs, plans, strict=True)
+        )
+        # Averages hold, in full precision, all coefficients that any node may have sent.
+        unions = []
+        for plan in plans:
+            k = min(plan.k * nodes, plan.chunk_numel)
+            selection = Selection.EVERYTHING if k == plan.chunk_numel else Selection.TOP_K
+            unions.append(replace(plan, selection=selection, k=k, values=ValueCode.FP32))
+        # The buffers that all nodes send it, decoded to flat chunks that are not transformed back.
+        self.sent = assemble_buffer(specs, plans)
+        self.coefficients = assemble_buffer(flat_specs, tuple(plan.of_coefficients() for plan in plans))
+        # The buffer of averages that it sends on, decoded to the elements they stand for.
+        self.averaged = assemble_buffer(flat_specs, tuple(plan.of_coefficients() for plan in unions))
+        self.restored = assemble_buffer(specs, tuple(unions))
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [shard.of(tensors[number]) for number, shard in self.shards]
@@ -240,52 +245,30 @@ class NodePart(NamedTuple):
 @lru_cache(maxsize=1024)
 def plan_two_phase(shards: tuple[TensorShard, ...], nodes: int) -> list[NodePart]:
     """Return which part of a rank's shards each node averages."""
-    by_node: list[list[tuple[int, TensorShard]]] = [[] for _ in range(nodes)]
+    by_node: list[list[NumberedShard]] = [[] for _ in range(nodes)]
     for number, shard in enumerate(shards):
         for own, part in zip(by_node, shard_tensor(shard.spec, shard.plan, nodes), strict=True):
             own += [] if part is None else [(number, part)]
-    return [_plan_part(own, nodes) for own in by_node]
+    return [NodePart(own, nodes) for own in by_node]
 
 
-def _plan_part(shards: list[tuple[int, TensorShard]], nodes: int) -> NodePart:
-    specs, plans = tuple(shard.spec for _, shard in shards), tuple(shard.plan for _, shard in shards)
-    # Averages hold, in full precision, all coefficients that any node may have sent.
-    unions = []
-    for plan in plans:
-        k = min(plan.k * nodes, plan.chunk_numel)
-        selection = Selection.EVERYTHING if k == plan.chunk_numel else Selection.TOP_K
-        unions.append(replace(plan, selection=selection, k=k, values=ValueCode.FP32))
-    flat_specs = tuple(
-        TensorSpec(f"{spec.name} averaged", (plan.chunks * plan.chunk_numel,), torch.float32)
-        for spec, plan in zip(specs, plans, strict=True)
-    )
-    return NodePart(
-        shards,
-        assemble_buffer(specs, plans),
-        assemble_buffer(flat_specs, tuple(map(_flat_plan, plans))),
-        assemble_buffer(flat_specs, tuple(map(_flat_plan, unions))),
-        assemble_buffer(specs, tuple(unions)),
-    )
-
-
-def _flat_plan(plan: TensorPlan) -> TensorPlan:
-    """Return the plan for coefficients as they are, chunk by chunk. Its payloads look the same."""
-    numel = plan.chunks * plan.chunk_numel
-    return replace(plan, rows=1, cols=numel, chunk_rows=1, chunk_cols=plan.chunk_numel, transformed=False)
-
-
-@dataclass(frozen=True)
 class TwoPhases:
     """The buffers of both phases; ``decoders`` read the averages of all parts, each from the node that computed it."""
 
-    parts: list[NodePart]
-    encoders: list[Encoder]
-    received: Tensor
-    own_decoder: Decoder
-    coefficients: list[Tensor]
-    averages: Encoder
-    gathered: Tensor
-    decoders: list[Decoder]
+    def __init__(self, ctx: BucketContext) -> None:
+        nodes, kernels, allocate = ctx.plan.nodes, ctx.plan.kernels, ctx.buffers.allocate
+        self.parts = plan_two_phase(ctx.shards, nodes)
+        own, longest = self.parts[ctx.plan.node], max(part.averaged.nbytes for part in self.parts)
+        self.encoders = [Encoder(part.sent, allocate(part.sent.nbytes), kernels) for part in self.parts]
+        self.received = allocate(nodes, own.sent.nbytes)
+        self.own_decoder = Decoder(own.sent, self.received, ctx.senders, kernels, decoded_as=own.coefficients)
+        self.coefficients = [allocate(*spec.shape, dtype=torch.float32) for spec in own.coefficients.specs]
+        self.averages = Encoder(own.averaged, allocate(longest), kernels)
+        self.gathered = allocate(nodes, longest)
+        self.decoders = [
+            Decoder(part.averaged, row[: part.averaged.nbytes], [sender], kernels, decoded_as=part.restored)
+            for part, row, sender in zip(self.parts, self.gathered, ctx.senders, strict=True)
+        ]
 
     def verify(self, ctx: BucketContext) -> list[str]:
         return [sender for one in self.decoders for sender in one.verify(step=ctx.step, sequence=ctx.sequence)]
@@ -297,7 +280,7 @@ class TwoPhases:
 
 def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
     """Send every node its part, average what came for this node's part, and all-gather the averages."""
-    phases = ctx.buffers.get("two phases", lambda: _make_phases(ctx))
+    phases = ctx.buffers.get("two phases", lambda: TwoPhases(ctx))
     for part, encoder in zip(phases.parts, phases.encoders, strict=True):
         states, states_out = part.state_views(ctx.states), part.state_views(ctx.states_out)
         encode_(ctx, encoder, part.views(shard), states, states_out, ctx.update)
@@ -323,26 +306,6 @@ def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
     if failure is not None:
         raise failure
     return phases
-
-
-def _make_phases(ctx: BucketContext) -> TwoPhases:
-    nodes, kernels, allocate = ctx.plan.nodes, ctx.plan.kernels, ctx.buffers.allocate
-    parts = plan_two_phase(ctx.shards, nodes)
-    own, longest = parts[ctx.plan.node], max(part.averaged.nbytes for part in parts)
-    received, gathered = allocate(nodes, own.sent.nbytes), allocate(nodes, longest)
-    return TwoPhases(
-        parts,
-        [Encoder(part.sent, allocate(part.sent.nbytes), kernels) for part in parts],
-        received,
-        Decoder(own.sent, received, ctx.senders, kernels, decoded_as=own.coefficients),
-        [allocate(*spec.shape, dtype=torch.float32) for spec in own.coefficients.specs],
-        Encoder(own.averaged, allocate(longest), kernels),
-        gathered,
-        [
-            Decoder(part.averaged, row[: part.averaged.nbytes], [sender], kernels, decoded_as=part.restored)
-            for part, row, sender in zip(parts, gathered, ctx.senders, strict=True)
-        ],
-    )
 
 
 ALGORITHMS: dict[Algorithm, Callable[[BucketContext, list[Tensor]], Steps[Received]]] = {

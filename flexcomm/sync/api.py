@@ -222,11 +222,8 @@ def start_planned(
 
 def shards_held(plan: SyncPlan) -> list[TensorShard | None]:
     """Return, for each tensor of a plan, the shard whose state this rank's residuals hold by its name, if they do."""
-    held: list[TensorShard | None] = [None] * len(plan.names)
-    for bucket in plan.buckets:
-        for number, shard in zip(bucket.numbers[plan.local_rank], bucket.shards[plan.local_rank], strict=True):
-            held[number] = shard
-    return held
+    held = dict(numbered for bucket in plan.buckets for numbered in bucket.shards[plan.local_rank])
+    return [held.get(number) for number in range(len(plan.names))]
 
 
 def _start(

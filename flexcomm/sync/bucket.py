@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from operator import methodcaller
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from flexcomm.codec import Decoder, TensorShard
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, WireError
 from flexcomm.kernels import STORE, BufferPlan, Epilogue, StateUpdate, apply_epilogue_
 from flexcomm.stats import SyncRecord, Timed
-from flexcomm.sync.algorithms import ALGORITHMS, Collective, GatheredPayloads, Received, Steps, digest_of
+from flexcomm.sync.algorithms import ALGORITHMS, Collective, GatheredPayloads, NumberedShard, Received, Steps, digest_of
 from flexcomm.sync.plan import BucketPlan, Buffers, SyncPlan, sum_dtype
 
 _DISAGREE = (
@@ -55,7 +55,7 @@ class BucketContext:
     @property
     def shards(self) -> tuple[TensorShard, ...]:
         """The shards of the bucket's tensors that this rank works on."""
-        return self.bucket.shards[self.plan.local_rank]
+        return tuple(shard for _, shard in self.bucket.shards[self.plan.local_rank])
 
     @property
     def buffer_plan(self) -> BufferPlan:
@@ -96,10 +96,10 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
 def reduce_scatter_inside(ctx: BucketContext) -> Steps[list[Tensor]]:
     """Return the sums, over the ranks of this node, of this rank's tensor shards."""
     if ctx.plan.local_size == 1:
-        return [ctx.tensors[number] for number in ctx.bucket.numbers[0]]
-    sums = ctx.buffers.get("sums", lambda: _make_elements(ctx, sum_dtype(ctx.bucket.dtype)))
+        return [ctx.tensors[number] for number, _ in ctx.bucket.shards[0]]
+    sums = ctx.buffers.get("sums", lambda: NodeElements(ctx, sum_dtype(ctx.bucket.dtype)))
     # One by one: a shard of a tensor with gaps is a copy.
-    for part, (shard, number) in zip(sums.parts, ctx.bucket.numbered_shards, strict=True):
+    for part, (number, shard) in zip(sums.parts, chain(*ctx.bucket.shards), strict=True):
         part.copy_(shard.of(ctx.tensors[number]))
     moved = (ctx.plan.local_size - 1) * sums.own.nbytes
     yield Collective("reduce_inside", methodcaller("reduce_scatter", sums.rows, sums.own), moved, moved)
@@ -127,8 +127,8 @@ def verify(ctx: BucketContext, received: Received) -> list[str]:
 
 def output_shards(ctx: BucketContext) -> list[Tensor]:
     if ctx.plan.local_size == 1:
-        return [ctx.outputs[number] for number in ctx.bucket.numbers[0]]
-    return [shard.of(ctx.outputs[number]) for shard, number in ctx.bucket.numbered_shards]
+        return [ctx.outputs[number] for number, _ in ctx.bucket.shards[0]]
+    return [shard.of(ctx.outputs[number]) for number, shard in chain(*ctx.bucket.shards)]
 
 
 class FailedExchange(NamedTuple):
@@ -145,12 +145,16 @@ class FailedExchange(NamedTuple):
         raise self.error
 
 
-class NodePayloads(NamedTuple):
+class NodePayloads:
     """The payloads that each rank of this node received; every rank decodes all of them."""
 
-    row: Tensor
-    rows: Tensor
-    by_rank: list[GatheredPayloads]
+    def __init__(self, ctx: BucketContext) -> None:
+        nodes, longest = ctx.plan.nodes, ctx.plan.nodes * max(plan.nbytes for plan in ctx.bucket.buffers)
+        self.row, self.rows = ctx.buffers.allocate(longest), ctx.buffers.allocate(ctx.plan.local_size, longest)
+        self.by_rank: list[GatheredPayloads] = []
+        for plan, row, senders in zip(ctx.bucket.buffers, self.rows, ctx.plan.rank_names, strict=True):
+            gathered = row[: nodes * plan.nbytes]
+            self.by_rank.append(GatheredPayloads(gathered, Decoder(plan, gathered, senders, ctx.plan.kernels)))
 
     def verify(self, ctx: BucketContext) -> list[str]:
         return [sender for payloads in self.by_rank for sender in payloads.verify(ctx)]
@@ -163,19 +167,9 @@ class NodePayloads(NamedTuple):
 
 def _gather_payloads(ctx: BucketContext, received: Received) -> Steps[NodePayloads]:
     assert isinstance(received, GatheredPayloads), "only gathered payloads can be handed on"  # noqa: S101
-    local_size, nodes = ctx.plan.local_size, ctx.plan.nodes
-
-    def make_payloads() -> NodePayloads:
-        longest = nodes * max(plan.nbytes for plan in ctx.bucket.buffers)
-        rows, by_rank = ctx.buffers.allocate(local_size, longest), []
-        for plan, row, senders in zip(ctx.bucket.buffers, rows, ctx.plan.rank_names, strict=True):
-            gathered = row[: nodes * plan.nbytes]
-            by_rank.append(GatheredPayloads(gathered, Decoder(plan, gathered, senders, ctx.plan.kernels)))
-        return NodePayloads(ctx.buffers.allocate(longest), rows, by_rank)
-
-    payloads = ctx.buffers.get("payloads of the node", make_payloads)
+    payloads = ctx.buffers.get("payloads of the node", lambda: NodePayloads(ctx))
     payloads.row[: received.gathered.numel()] = received.gathered.view(-1)
-    moved = (local_size - 1) * payloads.row.nbytes
+    moved = (ctx.plan.local_size - 1) * payloads.row.nbytes
     yield Collective("gather_inside", methodcaller("all_gather", payloads.row, payloads.rows), moved, moved)
     return payloads
 
@@ -185,13 +179,23 @@ _STATUS_NUMEL = 9
 """Its length in elements: the status, and a byte each, for any dtype, of a digest of what the node's ranks share."""
 
 
-class NodeElements(NamedTuple):
-    """All shards of the bucket, in a row for each rank of this node; a row of decoded ones begins with a status."""
+class NodeElements:
+    """All shards of the bucket, in a row for each rank of this node; a row of decoded ones begins with a status.
 
-    rows: Tensor
-    parts: list[Tensor]  # views of the shards in rows, rank by rank
-    own: Tensor  # this rank's row
-    own_parts: list[Tensor]
+    Elements begin at ``first``. ``parts`` are views of the shards in ``rows``, rank by rank, ``own`` is this rank's.
+    """
+
+    def __init__(self, ctx: BucketContext, dtype: torch.dtype, first: int = 0) -> None:
+        def parts_of(row: Tensor, shards: tuple[NumberedShard, ...]) -> list[Tensor]:
+            bounds = pairwise(accumulate((shard.numel for _, shard in shards), initial=first))
+            return [row[begin:end].view(one.spec.shape) for (_, one), (begin, end) in zip(shards, bounds, strict=True)]
+
+        by_rank, numel = ctx.bucket.shards, first + ctx.bucket.longest
+        # Zeros, because nothing is copied behind the shorter rows, and sums of anything could overflow.
+        self.rows = ctx.buffers.allocate(ctx.plan.local_size, numel, dtype=dtype).zero_()
+        self.parts = [part for row, own in zip(self.rows, by_rank, strict=True) for part in parts_of(row, own)]
+        self.own = ctx.buffers.allocate(numel, dtype=dtype)
+        self.own_parts = parts_of(self.own, by_rank[ctx.plan.local_rank])
 
     def verify(self, ctx: BucketContext) -> list[str]:
         names = [of_rank[ctx.plan.node] for of_rank in ctx.plan.rank_names]
@@ -211,24 +215,9 @@ class NodeElements(NamedTuple):
             apply_epilogue_(out, part, ctx.epilogue)
 
 
-def _make_elements(ctx: BucketContext, dtype: torch.dtype, first: int = 0) -> NodeElements:
-    """Return rows whose elements begin at ``first``."""
-
-    def parts_of(row: Tensor, shards: tuple[TensorShard, ...]) -> list[Tensor]:
-        ends = accumulate((shard.numel for shard in shards), initial=first)
-        return [row[begin:end].view(one.spec.shape) for one, (begin, end) in zip(shards, pairwise(ends), strict=True)]
-
-    numel = first + ctx.bucket.longest
-    # Zeros, because nothing is copied behind the shorter rows, and sums of anything could overflow.
-    rows = ctx.buffers.allocate(ctx.plan.local_size, numel, dtype=dtype).zero_()
-    own = ctx.buffers.allocate(numel, dtype=dtype)
-    parts = [part for row, shards in zip(rows, ctx.bucket.shards, strict=True) for part in parts_of(row, shards)]
-    return NodeElements(rows, parts, own, parts_of(own, ctx.shards))
-
-
 def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElements]:
     """Decode this rank's shard and gather the elements of all ranks, with a status: if one failed, all raise."""
-    elements = ctx.buffers.get("elements", lambda: _make_elements(ctx, ctx.bucket.dtype, _STATUS_NUMEL))
+    elements = ctx.buffers.get("elements", lambda: NodeElements(ctx, ctx.bucket.dtype, _STATUS_NUMEL))
     failure: FlexcommError | None = None
     status = _OK
     try:

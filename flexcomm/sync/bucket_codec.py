@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexcomm.codec.coders import check_header, to_words
+from flexcomm.codec import check_header, to_words
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import CompressorError
 from flexcomm.kernels import LARGEST_MAGNITUDE, Average, Region, StateUpdate, TensorPlan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any, Generic, TypeVar
 
@@ -54,7 +53,7 @@ class SyncHandle(Generic[T]):
         self._waited_s = 0.0
         self._lent: list[str] = []
         self._tasks: list[BucketTask[BucketContext]] = []
-        self._refusal: FlexcommError | None = None
+        self._refusals: list[FlexcommError] = []
         self._error: BaseException | None = None
         self._is_verified = self._is_over = False
         self.skipped = False
@@ -152,8 +151,7 @@ class SyncHandle(Generic[T]):
             first, engine.sequence = engine.sequence + 1, engine.sequence + len(plan.buckets)
             for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first):
                 ctx = self._make_context(bucket, pool.take(), sequence)
-                done = threading.Event() if plan.in_background else None
-                self._tasks.append(BucketTask(ctx, sync_bucket(ctx), done))
+                self._tasks.append(BucketTask(ctx, sync_bucket(ctx)))
             if plan.in_background:
                 threads = engine.comm_threads(self._world, plan.device)
                 for task in self._tasks:
@@ -189,7 +187,8 @@ class SyncHandle(Generic[T]):
             lent = [residuals.lend(one.spec.name, one.plan, plan.device, in_place=in_place) for one in ctx.shards]
         except FlexcommError as refusal:
             # Other ranks may hold no state here and would wait: so this rank goes along, with nothing to send.
-            self._refusal, ctx.nonfinite = self._refusal or refusal, str(refusal)
+            self._refusals.append(refusal)
+            ctx.nonfinite = str(refusal)
             return ctx
         ctx.in_place = in_place
         ctx.states, ctx.states_out = [state for state, _ in lent], [state_out for _, state_out in lent]
@@ -204,14 +203,13 @@ class SyncHandle(Generic[T]):
             if self._plan.in_background:
                 begin_s = time.perf_counter()
                 for task in self._tasks:
-                    task.wait_done()
+                    task.done.wait()
                 self._waited_s = time.perf_counter() - begin_s
             else:
                 under_way = self._tasks
                 while under_way:
                     under_way = [task for task in under_way if task.advance(self._world)]
-            failures: list[BaseException] = [] if self._refusal is None else [self._refusal]
-            failures += [task.failure for task in self._tasks if task.failure is not None]
+            failures = [*self._refusals, *(task.failure for task in self._tasks if task.failure is not None)]
             if failures:
                 # Of several, that of a transport: all others follow from it.
                 raise next((one for one in failures if isinstance(one, TransportError)), failures[0])

@@ -99,10 +99,7 @@ _engines: WeakKeyDictionary[World, Engine] = WeakKeyDictionary()
 
 
 def engine_of(world: World) -> Engine:
-    engine = _engines.get(world)
-    if engine is None:
-        engine = _engines[world] = Engine()
-    return engine
+    return _engines.setdefault(world, Engine())
 
 
 # Any: a BucketContext, or gossip's MixContext. The engine itself needs only its record.
@@ -117,29 +114,27 @@ class BucketTask(Generic[C]):
     one; only a failure of a transport ends all of them.
     """
 
-    def __init__(
-        self, ctx: C, steps: Generator[Collective | Verified, Any, None], done: threading.Event | None = None
-    ) -> None:
+    def __init__(self, ctx: C, steps: Generator[Collective | Verified, Any, None]) -> None:
         self.ctx = ctx
         self.failure: BaseException | None = None
-        self.is_done = False  # what came is verified, or the bucket failed
+        self.done = threading.Event()  # what came is verified, or the bucket failed
         self.ready: torch.Event | None = None  # when the device has computed the bucket's tensors
         self.wanted: Collective | None = None  # what is to be started next
         self.under_way: Collective | None = None
-        self._steps, self._done = steps, done
+        self._steps = steps
         self._handle: Handle[Any] | None = None
         self._started_s = 0.0
 
     def advance(self, groups: World) -> bool:
         """Wait for the collective under way in the caller's thread and start the next; return whether there is one."""
-        if self.is_done:
+        if self.done.is_set():
             return False
         with Timed(self.ctx.record, "waiting"):
             result = self.wait()
         self.resume(result)
         if self.wanted is not None:
             self.start(getattr(groups, LEVELS[self.wanted.leg]))
-        return not self.is_done
+        return not self.done.is_set()
 
     def resume(self, result: Any) -> None:
         """Go on until the bucket wants the next collective, or everything it received is verified."""
@@ -174,20 +169,15 @@ class BucketTask(Generic[C]):
 
     def end(self, failure: BaseException | None = None) -> None:
         """Have nothing under way any more; if the bucket failed, keep the reason."""
-        self.failure, self.is_done = failure, True
-        if self._done is not None:
-            self._done.set()
-
-    def wait_done(self) -> None:
-        if self._done is not None:
-            self._done.wait()
+        self.failure = failure
+        self.done.set()
 
     def write_outputs(self) -> None:
         next(self._steps, None)
 
     def has_arrived(self) -> bool:
         handle = self._handle  # a comm thread may take it away
-        return self.is_done or (handle is not None and handle.done())
+        return self.done.is_set() or (handle is not None and handle.done())
 
 
 def can_run_in_background(world: World, device: torch.device) -> bool:
@@ -271,7 +261,7 @@ class CommThreads:
         with torch.no_grad():
             while (task := self._queues[number].get()) is not None:
                 self._drive(task, number)
-                if not task.is_done and following:
+                if not task.done.is_set() and following:
                     following[0].put(task)
                 # Else the last bucket's tensors would live until the next one comes.
                 del task

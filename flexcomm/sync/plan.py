@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import chain, count
+from itertools import count
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -17,7 +17,7 @@ from flexcomm.codec import TensorShard, assemble_buffer, plan_tensor, shard_tens
 from flexcomm.compress import Compressor, TensorSpec
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels import Average, BufferPlan, Kernels, Selection, TensorPlan, ValueCode, choose_kernels
-from flexcomm.sync.algorithms import Algorithm, can_reduce, plan_two_phase
+from flexcomm.sync.algorithms import Algorithm, NumberedShard, can_reduce, plan_two_phase
 from flexcomm.sync.bucket_codec import BucketCodec, BucketCompressor
 
 log = logging.getLogger(__name__)
@@ -73,27 +73,17 @@ class BucketPlan:
 
     tensors: tuple[int, ...]
     dtype: torch.dtype
-    shards: tuple[tuple[TensorShard, ...], ...]  # by local rank
-    numbers: tuple[tuple[int, ...], ...]  # by local rank: the tensors that its shards belong to
+    shards: tuple[tuple[NumberedShard, ...], ...]  # by local rank
+    longest: int  # the most elements that a rank works on
     buffers: tuple[BufferPlan, ...]  # by local rank; none for a compressor that is no pipeline
+    codecs: tuple[BucketCodec, ...]  # by local rank, for a compressor that is no pipeline
     algorithm: Algorithm
     gathers_payloads: bool  # the ranks of a node gather the payloads they received, not the elements they decoded
-    codecs: tuple[BucketCodec, ...] = ()  # by local rank, for a compressor that is no pipeline
 
     @cached_property
     def digests(self) -> tuple[int, ...]:
         """Numbers that differ wherever what is sent would be read differently, by rank."""
         return tuple(one.digest for one in self.codecs or self.buffers)
-
-    @cached_property
-    def numbered_shards(self) -> list[tuple[TensorShard, int]]:
-        """The shards of all ranks, rank by rank, each with the number of its tensor."""
-        return list(zip(chain(*self.shards), chain(*self.numbers), strict=True))
-
-    @cached_property
-    def longest(self) -> int:
-        """The most elements that a rank works on."""
-        return max(sum(shard.numel for shard in shards) for shards in self.shards)
 
 
 class Buffers:
@@ -169,8 +159,8 @@ class SyncPlan:
     @cached_property
     def dense_bytes(self) -> int:
         """The length of what this rank works on, uncompressed."""
-        shards = ((bucket, shard) for bucket in self.buckets for shard in bucket.shards[self.local_rank])
-        return sum(shard.numel * bucket.dtype.itemsize for bucket, shard in shards)
+        own = ((bucket, shard) for bucket in self.buckets for _, shard in bucket.shards[self.local_rank])
+        return sum(shard.numel * bucket.dtype.itemsize for bucket, shard in own)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -279,7 +269,7 @@ def _plan_bucket(
 ) -> BucketPlan:
     specs, dtype = [settings.specs[number] for number in tensors], settings.specs[tensors[0]].dtype
     summed = specs if ranks == 1 else [spec._replace(dtype=sum_dtype(dtype)) for spec in specs]
-    by_rank: list[list[tuple[int, TensorShard]]] = [[] for _ in range(ranks)]
+    by_rank: list[list[NumberedShard]] = [[] for _ in range(ranks)]
     codecs: list[BucketCodec] = []
     buffers: list[BufferPlan] = []
     if isinstance(settings.compressor, BucketCompressor):
@@ -299,13 +289,10 @@ def _plan_bucket(
             assemble_buffer(tuple(shard.spec for _, shard in own), tuple(shard.plan for _, shard in own))
             for own in by_rank
         ]
-    shards = tuple(tuple(shard for _, shard in own) for own in by_rank)
-    numbers = tuple(tuple(number for number, _ in own) for own in by_rank)
-    bucket = BucketPlan(tensors, dtype, shards, numbers, tuple(buffers), algorithm, False, tuple(codecs))
-    if algorithm != "gather":
-        return bucket
-    payloads_nbytes = nodes * max(plan.nbytes for plan in buffers)
-    return replace(bucket, gathers_payloads=payloads_nbytes < bucket.longest * dtype.itemsize)
+    shards, longest = tuple(map(tuple, by_rank)), max(sum(shard.numel for _, shard in own) for own in by_rank)
+    payloads_nbytes = nodes * max((plan.nbytes for plan in buffers), default=0)
+    gathers_payloads = algorithm == "gather" and payloads_nbytes < longest * dtype.itemsize
+    return BucketPlan(tensors, dtype, shards, longest, tuple(buffers), tuple(codecs), algorithm, gathers_payloads)
 
 
 def _uncut_shard(spec: TensorSpec, codec: BucketCodec) -> TensorShard:

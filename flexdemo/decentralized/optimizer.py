@@ -122,10 +122,7 @@ class DecentralizedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Finish the mixes under way, take the optimizer's step, and start the next mixes."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._refresh()
         self._prepare_gradients()
         try:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.codec import Decoder, Encoder, plan_buffer
-from flexcomm.codec.coders import to_words
+from flexcomm.codec import Decoder, Encoder, plan_buffer, to_words
 from flexcomm.compress import TensorSpec
 from flexcomm.errors import NonFiniteError
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from flexcomm.codec.plan import assemble_buffer
+from flexcomm.codec import assemble_buffer
 from flexcomm.compress import Identity, Pipeline, TensorSpec, TopK
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexcomm import InvalidArgumentError
-from flexcomm.codec.plan import plan_buffer
+from flexcomm.codec import plan_buffer
 from flexcomm.compress import TensorSpec, demo, dense
 from flexcomm.kernels import Selection, TensorPlan, ValueCode, ValueName
 from flexcomm.kernels.plan import check_implemented

@@ -170,9 +170,9 @@ def test_payloads_are_handed_on_inside_a_node_where_they_are_shorter_than_elemen
 def test_every_rank_of_a_node_gets_a_part_and_sums_are_taken_in_enough_bits() -> None:
     specs = (TensorSpec("w", (300, 40), BF16), TensorSpec("empty", (0,), BF16), TensorSpec("b", (9,), BF16))
     bucket: BucketPlan = plan_buckets(settings(specs, flexcomm.demo()), 2, 3)[0]
-    assert sorted(number for numbers in bucket.numbers for number in numbers) == [0, 0, 0, 2]
-    assert {piece.spec.dtype for pieces in bucket.shards for piece in pieces} == {F32}
-    assert bucket.longest == max(sum(piece.last - piece.first for piece in pieces) for pieces in bucket.shards)
+    assert sorted(number for shards in bucket.shards for number, _ in shards) == [0, 0, 0, 2]
+    assert {shard.spec.dtype for shards in bucket.shards for _, shard in shards} == {F32}
+    assert bucket.longest == max(sum(shard.last - shard.first for _, shard in shards) for shards in bucket.shards)
     assert [sum_dtype(dtype) for dtype in (torch.float16, BF16, F32, F64)] == [F32, F32, F32, F64]
 
 
