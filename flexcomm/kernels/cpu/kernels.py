@@ -210,7 +210,7 @@ class CpuEncoder:
 
         Picks of a shared selection are left in ``drawn``.
         """
-        job, blocks = _scratch.get(group.sizes).start(self._job), group.blocks[begin:end]
+        job, blocks = _scratch.start(group.sizes, self._job), group.blocks[begin:end]
         if drawn is not None:
             job[[t.PICKS, t.IS_BLOCK]] = drawn.ctypes.data, 0
         if group.variable_count:
@@ -238,7 +238,7 @@ class CpuEncoder:
         """Put back what was sent, and take out what was accumulated: m = (m' + alpha * sent - gain * x) / decay."""
         for group, blocks, is_sent in encoded:
             group.set_gain(-update.gain / update.decay)
-            job = _scratch.get(group.sizes).start(self._job)
+            job = _scratch.start(group.sizes, self._job)
             self._use_counts(group, job)
             job[[t.SENT, t.SENT_PITCH, t.LIMIT]] = job[t.COEFS], group.sizes.entries, _NO_LIMIT
             job[[t.DECAY, t.STAYS]] = _bits(1.0 / update.decay, update.alpha)
@@ -283,7 +283,7 @@ class CpuEncoder:
 
     def _find_counts(self, group: Group) -> Numbers:
         """Decide how many entries of each chunk are sent, and from which threshold on; return how many precede each."""
-        plan, job, blocks = group.plans[0], _scratch.get(group.sizes).start(self._job), group.tensor_blocks()
+        plan, job, blocks = group.plans[0], _scratch.start(group.sizes, self._job), group.tensor_blocks()
 
         def count(bound: int) -> Tensor:
             counts = np.zeros(plan.chunks, np.int64)
@@ -466,8 +466,7 @@ class _Received:
         """Run loops that turn some blocks into averages, and use them; without drawing what has been drawn."""
         group, senders = self.group, len(self._starts)
         sizes = group.sizes._replace(coefs=senders * group.sizes.entries)
-        scratch = _scratch.get(sizes)
-        job = scratch.start(self._job)
+        job = _scratch.start(sizes, self._job)
         if not group.is_shared:
             job[t.PICKS] = self._picks_at
         elif drawn is None:
@@ -497,32 +496,27 @@ def _write_header(words: NDArray[np.uint32], header: Header, nwords: int) -> Non
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-class Scratch:
-    """Memory that loops work in, and a job that says where it is."""
+class _Scratch(threading.local):
+    """Memory that the loops of one thread work in: as much as any of them has needed so far."""
 
-    def __init__(self, sizes: ScratchSizes) -> None:
-        # Torch's memory begins at a line of cache, numpy's need not. Not as inference tensors: it is used again.
-        with torch.inference_mode(False):
-            self._held = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in sizes]
-        self._addresses = np.array([one.data_ptr() for one in self._held], np.int64)
+    def __init__(self) -> None:
+        self._sizes = ScratchSizes(0, 0, 0, 0, 0)
         self._job = np.empty(t.JOB_NUMBERS, np.int64)
 
-    def start(self, job: Numbers) -> Numbers:
+    def start(self, sizes: ScratchSizes, job: Numbers) -> Numbers:
         """Return a job that uses this memory; the one before is over."""
+        largest = ScratchSizes(*map(max, self._sizes, sizes))
+        if largest != self._sizes:
+            # Torch's memory begins at a line of cache, numpy's need not. Not as inference tensors: it is used again.
+            with torch.inference_mode(False):
+                self._held = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in largest]
+            self._sizes, self._addresses = largest, np.array([one.data_ptr() for one in self._held], np.int64)
         self._job[:] = job
         self._job[t.COEFS : t.PICKS + 1] = self._addresses
         return self._job
 
 
-class _ScratchOfThread(threading.local):
-    """Scratch memory of one thread, by size: that of a few groups is held."""
-
-    def __init__(self) -> None:
-        self.get = lru_cache(maxsize=_MOST_SCRATCH)(Scratch)
-
-
-_MOST_SCRATCH = 4
-_scratch = _ScratchOfThread()
+_scratch = _Scratch()
 
 
 def split_work(count: int, work: int, threads: int | None, multiple: int = 1) -> list[tuple[int, int]]:
