@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -309,14 +310,18 @@ def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: S
                 f"out for {name} is {out.dtype} {list(out.shape)} on {out.device}{gaps}, but must be contiguous "
                 f"{x.dtype} {list(x.shape)} on {x.device}: make it by torch.empty."
             )
-    # An output must meet nothing else; inputs may share memory.
     everything = [*tensors, *outputs]
-    begins = [x.data_ptr() for x in everything]
+    begins = np.array([x.data_ptr() for x in everything])
+    ends = begins + np.array([_extent(x) for x in everything], np.int64)
+    order = begins.argsort()
+    if np.all(ends[order[:-1]] <= begins[order[1:]]):
+        return
+    # Something shares memory: inputs may, but an output must meet nothing else.
     reaching = reaching_output = (0, 0)
-    for number in sorted(range(len(begins)), key=begins.__getitem__):
-        is_output, end = number >= len(tensors), begins[number] + _extent(everything[number])
+    for number in order.tolist():
+        is_output, begin, end = number >= len(tensors), int(begins[number]), int(ends[number])
         other_end, other = reaching if is_output else reaching_output
-        if begins[number] < other_end and end > begins[number]:
+        if begin < other_end and end > begin:
             what, met = (
                 f"{'out for' if one >= len(tensors) else 'the tensor'} {names[one % len(tensors)]}"
                 for one in (number, other)

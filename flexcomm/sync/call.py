@@ -46,8 +46,8 @@ class SyncHandle(Generic[T]):
         self._world, self._plan, self._residuals = world, plan, residuals
         self._step = self._engine.calls if step is None else step
         check_numbers(self._step, self._engine.sequence)
-        self._outputs = [x.detach() for x in outputs]
-        self._tensors = [x.detach() for x in tensors]
+        self._outputs = [x.detach() if x.requires_grad else x for x in outputs]
+        self._tensors = [x.detach() if x.requires_grad else x for x in tensors]
         if plan.settings.nonfinite == "zero":
             self._tensors = [torch.where(x.abs() < LARGEST_MAGNITUDE, x, 0.0) for x in self._tensors]
         self._waited_s = 0.0
