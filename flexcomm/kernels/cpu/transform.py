@@ -86,6 +86,12 @@ def element_at(row: Longs, place: Int) -> Int:
 
 
 @compiled
+def pitch_of(row: Longs) -> Int:
+    """Return how far apart rows of the tensor are, in floats."""
+    return row[t.COLS] // 2 if row[t.DTYPE] else row[t.COLS]
+
+
+@compiled
 def load_block(row: Longs, place: Int, rows: Int, cols: Int, tile: Int, width: Int) -> None:
     """Copy a block of the tensor into rows of a tile."""
     for i in range(rows):
@@ -141,7 +147,7 @@ def is_full_square(row: Longs, rows: Int, cols: Int) -> Int:
 def accumulate_squares(row: Longs, job: Longs) -> Int:
     """Fill the coefficients of squares of 64 by 64, and their maxima."""
     tile = job[t.TILES]
-    job[t.TARGET], job[t.TURNED], job[t.PITCH] = tile, tile + 4 * SQUARE, row[t.COLS]
+    job[t.TARGET], job[t.TURNED], job[t.PITCH] = tile, tile + 4 * SQUARE, pitch_of(row)
     for at in range(job[t.FIRST], job[t.LAST]):
         (place, rows, cols), after = block_of(row, at), min(at + 1, row[t.CHUNKS] - 1)
         job[t.AHEAD], job[t.STATE_AHEAD] = element_at(row, block_of(row, after)[0]), row[t.STATE] + 4 * SQUARE * after
@@ -149,7 +155,8 @@ def accumulate_squares(row: Longs, job: Longs) -> Int:
             job[t.SOURCE] = element_at(row, place)
             top = load_square(row, job)
         else:
-            clear(tile, SQUARE)
+            if rows * cols < SQUARE:
+                clear(tile, SQUARE)
             load_block(row, place, rows, cols, tile, LENGTH)
             top = largest(tile, SQUARE)
         if top >= job[t.LIMIT]:
@@ -482,7 +489,7 @@ def decode_squares(row: Longs, job: Longs) -> Int:
     everything, columns, turned = row[t.EVERYTHING], job[t.TILES], job[t.TILES] + 4 * SQUARE
     tile, counts, slots_at = turned + 4 * SQUARE, job[t.MEMORY], job[t.MEMORY] + 4 * SQUARE
     slots, rows_of = longs_at(slots_at), longs_at(slots_at + 8 * LENGTH)
-    job[t.TARGET], job[t.TURNED], job[t.TURNED_ROWS], job[t.PITCH] = tile, turned, slots_at + 8 * LENGTH, row[t.COLS]
+    job[t.TARGET], job[t.TURNED], job[t.TURNED_ROWS], job[t.PITCH] = tile, turned, slots_at + 8 * LENGTH, pitch_of(row)
     clear(columns, 2 * SQUARE)
     clear(counts, SQUARE)
     for column in range(LENGTH):
