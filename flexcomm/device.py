@@ -5,6 +5,8 @@ A new kind is a new row: with the kernels that it has, or with ``staged``, which
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ class DeviceKind:
 
 HOST = DeviceKind("cpu", kernels="cpu", backend="gloo", has_streams=False, has_pinned_memory=False)
 CUDA = DeviceKind("cuda", "gpu", "nccl", has_streams=True, has_pinned_memory=True, profiler_range=torch.cuda.nvtx.range)
+_LARGEST_REUSED = 32 << 20  # bytes that malloc may hold for another time; what is larger is mapped anew
 KINDS = {kind.name: kind for kind in (HOST, CUDA)}
 
 
@@ -73,6 +76,21 @@ def current_device(device_type: str) -> torch.device:
     if device_type == HOST.name or device_type not in KINDS:
         return torch.device(HOST.name)
     return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Return contiguous memory for a tensor like this one; of the host's, if it is large, in huge pages.
+
+    Memory above 32 MiB is new to the process every time, and to hand it out in small pages takes the system longer
+    than kernels take to fill it: 1.4 ns an element instead of 0.3 (on a virtual machine, Linux 6).
+    """
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.device.type == HOST.name and out.nbytes > _LARGEST_REUSED and hasattr(mmap, "MADV_HUGEPAGE"):
+        begin = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = out.data_ptr() + out.nbytes - begin
+        # Advice only: where it is not taken, pages are small.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
+    return out
 
 
 def may_pin_for(x: Tensor) -> bool:

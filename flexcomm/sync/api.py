@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexcomm.codec import TensorShard
 from flexcomm.compress import Compressor, TensorSpec
-from flexcomm.device import KINDS
+from flexcomm.device import KINDS, empty_like
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
 from flexcomm.kernels import Average
 from flexcomm.sync.call import SyncHandle, T
@@ -213,7 +213,7 @@ def start_planned(
             planned = f"{dtype} {list(shape)}: plan anew for it."
             raise InvalidTensorError(f"{name} is {x.dtype} {list(x.shape)}, but was planned as {planned}")
     if out is None:
-        out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        out = [empty_like(x) for x in tensors]
     else:
         check_outputs(tensors, out, plan.names)
     handle: SyncHandle[list[Tensor]] = SyncHandle(world, plan, tensors, out, residuals, step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -23,6 +25,20 @@ def test_the_host_has_a_row_and_needs_no_streams() -> None:
     device.wait_stream(HOST, None)
     with device.use_stream(None, None):
         pass
+
+
+@pytest.mark.parametrize(("numel", "is_large"), [(1 << 20, False), (1 << 24, True)])
+def test_large_outputs_are_in_huge_pages(numel: int, is_large: bool) -> None:
+    x = torch.empty(numel // 4, 4).t()
+    out = device.empty_like(x)
+    assert (out.shape, out.dtype, out.is_contiguous()) == (x.shape, x.dtype, True)
+    advised, inside = False, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= out.data_ptr() + out.nbytes // 2 < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            advised = "hg" in line.split()
+    assert advised == is_large
 
 
 def test_without_an_accelerator_every_rank_works_on_the_host() -> None:
