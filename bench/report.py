@@ -6,7 +6,6 @@ Above every table are the command that makes it again, and the day it was measur
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,9 +78,9 @@ SECTIONS = (
 def report(
     only: Annotated[str | None, typer.Option(metavar="WORD", help="Only sections whose title has this word.")] = None,
 ) -> None:
-    """Run the benchmarks that docs/benchmarks.md shows, about ten minutes, and write their tables there.
+    """Run the benchmarks that docs/benchmarks.md shows, about ten minutes, and write each table there.
 
-    Needs root, as every emulated cluster does. With --only, the page is left alone.
+    Needs root, as every emulated cluster does. A table whose command fails stays as it was.
     """
     chosen = [section for section in SECTIONS if only is None or only.lower() in section.title.lower()]
     if not chosen:
@@ -89,9 +88,8 @@ def report(
     if not _PAGE.is_file() or _MARK not in _PAGE.read_text():
         raise UsageError(f"there is no {_PAGE} with the line {_MARK.strip()} here: run it where the repository is.")
     check_available()
-    texts = [render(section, run(section), datetime.now(UTC).strftime("%Y-%m-%d")) for section in chosen]
-    if only is None:
-        write(texts)
+    for section in chosen:
+        write(section, render(section, run(section), datetime.now(UTC).strftime("%Y-%m-%d")))
         print(f"written to {_PAGE}", file=sys.stderr)
 
 
@@ -106,7 +104,7 @@ def run(section: Section) -> str:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
     if running.returncode:
-        raise BenchError(f"`{shlex.join(argv)}` ended with {shell_code(running.returncode)}; the page is as it was.")
+        raise BenchError(f"`{shlex.join(argv)}` ended with {shell_code(running.returncode)}; its table is as it was.")
     return "\n".join(lines)
 
 
@@ -117,7 +115,9 @@ def render(section: Section, output: str, day: str) -> str:
     return f"### {section.title}\n{section.remark} {day}:\n```\nsudo {command}\n```\n```\n{output}\n```\n{picture}"
 
 
-def write(texts: Sequence[str]) -> None:
-    """Replace the sections at the end of the page."""
-    above = _PAGE.read_text().partition(_MARK)[0]
-    _PAGE.write_text(above + _MARK + "\n" + "\n".join(texts))
+def write(section: Section, text: str) -> None:
+    """Replace a section of the page, or add it at the end."""
+    above, _, below = _PAGE.read_text().partition(_MARK)
+    texts = {one.partition("\n")[0]: f"### {one.rstrip()}\n" for one in f"\n{below}".split("\n### ")[1:]}
+    texts[section.title] = text
+    _PAGE.write_text(above + _MARK + "\n" + "\n".join(texts.values()))

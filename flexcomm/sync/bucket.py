@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, chain, islice, pairwise
 from operator import methodcaller
 from typing import Any, Literal, NamedTuple
@@ -52,7 +53,7 @@ class BucketContext:
     epilogue: Epilogue = STORE  # what becomes of the averages, known when outputs are written
     record: SyncRecord = field(default_factory=SyncRecord)
 
-    @property
+    @cached_property
     def shards(self) -> tuple[TensorShard, ...]:
         """The shards of the bucket's tensors that this rank works on."""
         return tuple(shard for _, shard in self.bucket.shards[self.plan.local_rank])

@@ -94,18 +94,19 @@ def test_a_section_shows_command_day_output_and_picture() -> None:
     )
 
 
-def test_the_page_keeps_what_stands_above_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_replaces_its_own_table_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"# Above\n{report._MARK}old\n")
+    page.write_text(f"# Above\n{report._MARK}\n### One\nold\n\n### Two\n![plot](plot.png)\n")
     monkeypatch.setattr(report, "_PAGE", page)
-    report.write(["### New\n"])
-    assert page.read_text() == f"# Above\n{report._MARK}\n### New\n"
+    report.write(Section("One", "", ()), "### One\nnew\n")
+    report.write(Section("Three", "", ()), "### Three\n")
+    assert page.read_text() == (f"# Above\n{report._MARK}\n### One\nnew\n\n### Two\n![plot](plot.png)\n\n### Three\n")
 
 
 def test_a_command_that_fails_leaves_the_page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     section = Section("Broken", "", ("no-such-subcommand",))
     monkeypatch.setattr(Section, "argv", lambda _section, _python: [sys.executable, "-c", "raise SystemExit(3)"])
-    with pytest.raises(BenchError, match="ended with 3; the page is as it was"):
+    with pytest.raises(BenchError, match="ended with 3; its table is as it was"):
         report.run(section)
 
 
