@@ -11,7 +11,7 @@ from torch import Tensor
 from flexcomm.bootstrap.consistency import explain_timeout
 from flexcomm.codec import check_numbers
 from flexcomm.compress import Compressor
-from flexcomm.errors import DeadlineExceededError, InvalidTensorError
+from flexcomm.errors import DeadlineExceededError, InvalidArgumentError, InvalidTensorError
 from flexcomm.gossip.mix import MixContext, MixResiduals, PushSum, mix_bucket
 from flexcomm.gossip.phase import round_of
 from flexcomm.gossip.plan import MixSettings, plan_for
@@ -214,9 +214,13 @@ class MixHandle(Generic[T]):
 
     def cancel(self) -> None:
         """Wait for the messages and ignore them: tensors, residuals and push-sum weight do not change."""
-        # Peers count on their messages being received.
-        self.wait_received()
-        self._unclaim()
+        ctx = self._task.ctx
+        if ctx.squared_distance is None:
+            # Peers count on their messages being received.
+            self.wait_received()
+            self._task.failure = InvalidArgumentError("this mix was cancelled, and changed nothing: start another one.")
+            self._unclaim()
+            ctx.plan.pool.give_back(ctx.buffers)
 
     def done(self) -> bool:
         """Return whether all messages were received, so that ``wait`` does not block."""

@@ -329,6 +329,8 @@ def residuals_serve_one_mix_at_a_time(world: World) -> None:
         flexcomm.start_mix(torch.ones(8), schedule, 1, **options)
     handle.cancel()
     assert all(not kept.any() for kept in residuals.state_dict().values())
+    with pytest.raises(InvalidArgumentError, match="cancelled"):
+        handle.wait()
     flexcomm.mix(torch.ones(8), schedule, 1, **options)
 
 
