@@ -208,17 +208,16 @@ class GradientSync:
             bucket_bytes=None,
             has_residuals=has_residuals,
         )
-        self._averages: dict[Bucket, list[Tensor]] = {}
         self._plans: dict[Hashable, flexcomm.SyncPlan] = {}
         self._algorithms: dict[Hashable, flexcomm.AlgorithmOption] = {}
         self._started: list[tuple[Bucket, flexcomm.SyncHandle[list[Tensor]], flexcomm.Epilogue | None]] = []
         self._failures: list[flexcomm.FlexcommError] = []
 
     def set_buckets(self, buckets: list[Bucket]) -> None:
-        """Start these buckets from now on, and free the memory of those before."""
+        """Start these buckets from now on."""
         self.buckets = buckets
-        for cache in (self._averages, self._plans, self._algorithms):
-            cache.clear()
+        self._plans.clear()
+        self._algorithms.clear()
 
     def residuals_of(self, bucket: Bucket) -> flexcomm.Residuals | None:
         if not self._has_residuals:
@@ -242,13 +241,18 @@ class GradientSync:
         nonfinite: flexcomm.NonFinitePolicy | None = None,
         fused_step: FusedStep | None = None,
     ) -> None:
-        """Start to average a bucket's tensors; ``nonfinite`` is that of all steps, if not given."""
+        """Start to average a bucket's tensors.
+
+        Without a fused step, averages are written over the tensors, if those are contiguous. ``nonfinite`` is that of
+        all steps, if not given.
+        """
         compressor, residuals = settings.compressor, self.residuals_of(bucket)
         if residuals is not None:
             residuals.decay, residuals.gain, residuals.alpha = settings.decay, settings.gain, settings.alpha
-        if fused_step is None and bucket not in self._averages:
-            self._averages[bucket] = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-        out, epilogue = fused_step or (self._averages[bucket], None)
+        if fused_step is None:
+            out, epilogue = [x if x.is_contiguous() else x.contiguous() for x in tensors], None
+        else:
+            out, epilogue = fused_step
         nonfinite = nonfinite or self._nonfinite
         plan = self._plans.get((bucket, compressor, nonfinite))
         if plan is None:

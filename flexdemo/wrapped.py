@@ -113,7 +113,7 @@ class DistributedOptimizer(NodeOptimizer):
         return CompressionSettings(group["compressor"], group["residual_decay"], 1.0, group["residual_alpha"])
 
     def _apply(self, averages: Averages) -> None:
-        """Take the inner step with the averages as gradients; afterwards ``.grad`` is what it was."""
+        """Take the inner step with the averages as gradients; they may stand in ``.grad`` afterwards."""
         own = [(param, param.grad) for group in self.param_groups for param in group["params"]]
         for param, _ in own:
             param.grad = None

@@ -56,8 +56,8 @@ def hierarchical_sync(
         nonfinite: what NaN, infinity or a magnitude of 2**100 on any rank does on all ranks: ``"raise"``; ``"skip"``
             the call, so that all outputs are zero and residuals stay; ``"zero"``: only such elements count as zero.
         bucket_bytes: dense bytes of the tensors that travel together in one collective; None: all tensors of a dtype.
-        out: where the averages are written, instead of new tensors: shaped as the inputs, contiguous, in memory of
-            their own.
+        out: where the averages are written, instead of new tensors: shaped as the inputs, contiguous, each its input
+            itself or in memory of its own.
 
     Raises:
         ConfigMismatchError: ranks passed different tensors or arguments; it names them.
@@ -298,7 +298,7 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise unless every output is as its tensor is, contiguous, and in memory that neither inputs nor others use."""
+    """Raise unless every output is as its tensor is, contiguous, and in memory that only its own tensor may use."""
     if len(outputs) != len(tensors):
         raise InvalidArgumentError(
             f"out has {len(outputs)} tensors for {len(tensors)} to be averaged: pass one for each."
@@ -310,23 +310,28 @@ def check_outputs(tensors: Sequence[Tensor], outputs: Sequence[Tensor], names: S
                 f"out for {name} is {out.dtype} {list(out.shape)} on {out.device}{gaps}, but must be contiguous "
                 f"{x.dtype} {list(x.shape)} on {x.device}: make it by torch.empty."
             )
-    everything = [*tensors, *outputs]
+    # A tensor that its own average is written over counts once.
+    apart = [
+        number
+        for number, (x, out) in enumerate(zip(tensors, outputs, strict=True))
+        if x.data_ptr() != out.data_ptr() or not x.is_contiguous()
+    ]
+    everything = [*[tensors[number] for number in apart], *outputs]
     begins = np.array([x.data_ptr() for x in everything])
     ends = begins + np.array([_extent(x) for x in everything], np.int64)
     order = begins.argsort()
     if np.all(ends[order[:-1]] <= begins[order[1:]]):
         return
     # Something shares memory: inputs may, but an output must meet nothing else.
+    labels = [*[f"the tensor {names[number]}" for number in apart], *[f"out for {name}" for name in names]]
     reaching = reaching_output = (0, 0)
     for number in order.tolist():
-        is_output, begin, end = number >= len(tensors), int(begins[number]), int(ends[number])
+        is_output, begin, end = number >= len(apart), int(begins[number]), int(ends[number])
         other_end, other = reaching if is_output else reaching_output
         if begin < other_end and end > begin:
-            what, met = (
-                f"{'out for' if one >= len(tensors) else 'the tensor'} {names[one % len(tensors)]}"
-                for one in (number, other)
+            raise InvalidTensorError(
+                f"{labels[number]} shares memory with {labels[other]}: make out by torch.empty_like."
             )
-            raise InvalidTensorError(f"{what} shares memory with {met}: make out by torch.empty_like.")
         reaching = max(reaching, (end, number))
         if is_output:
             reaching_output = max(reaching_output, (end, number))

@@ -50,8 +50,10 @@ class HookHandle:
         for bucket, gradients in sent.items():
             if averages is None:
                 torch._foreach_zero_(gradients)
-            else:
-                torch._foreach_copy_(gradients, averages[bucket])
+                continue
+            for gradient, average in zip(gradients, averages[bucket], strict=True):
+                if average is not gradient:  # that has gaps
+                    gradient.copy_(average)
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """Plan the residuals of all buckets, on all ranks together: their states are saved."""

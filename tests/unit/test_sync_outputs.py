@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flexcomm
-from flexcomm import InvalidArgumentError, InvalidTensorError
+from flexcomm import InvalidArgumentError, InvalidTensorError, NonFiniteError
 from flexcomm.sync.api import check_outputs
 
 if TYPE_CHECKING:
@@ -102,8 +102,22 @@ def test_an_output_inside_a_long_input_is_refused_whatever_lies_between() -> Non
         check_outputs([memory[0:91:10], memory[5:15]], [memory[60:70], torch.empty(10)], ["a", "b"])
 
 
-def test_inputs_stay_untouched_by_a_call_that_is_refused(world: World) -> None:
-    x = torch.arange(10.0)
-    with pytest.raises(InvalidTensorError, match="out for 0 shares memory with the tensor 0"):
-        flexcomm.hierarchical_sync(x, flexcomm.dense(), world=world, out=x)
-    assert torch.equal(x, torch.arange(10.0))
+def test_an_average_may_be_written_over_its_own_tensor_and_over_no_other(world: World) -> None:
+    xs = [torch.arange(10.0), torch.arange(10.0, 20.0)]
+    with pytest.raises(InvalidTensorError, match="shares memory with"):
+        flexcomm.hierarchical_sync(xs, flexcomm.dense(), world=world, out=xs[::-1])
+    with pytest.raises(InvalidTensorError, match="shares memory with"):
+        flexcomm.hierarchical_sync(xs[0][:4], flexcomm.dense(), world=world, out=xs[0][1:5])
+    assert torch.equal(torch.stack(xs), torch.arange(20.0).view(2, 10))
+    expected = flexcomm.hierarchical_sync(xs, flexcomm.top_k(1 / 2), world=world)
+    got = flexcomm.hierarchical_sync(xs, flexcomm.top_k(1 / 2), world=world, out=xs)
+    assert got[0] is xs[0]
+    assert torch.equal(torch.stack(got), torch.stack(expected))
+
+
+def test_a_call_that_fails_leaves_the_tensors_that_it_was_to_overwrite(world: World) -> None:
+    xs = [torch.arange(10.0), torch.full((10,), torch.inf)]
+    with pytest.raises(NonFiniteError):
+        flexcomm.hierarchical_sync(xs, flexcomm.top_k(1 / 2), world=world, out=xs)
+    assert torch.equal(xs[0], torch.arange(10.0))
+    assert torch.equal(xs[1], torch.full((10,), torch.inf))
