@@ -11,6 +11,7 @@ The path of a step:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Bucket:
 
 
 Averages = dict[Bucket, list[Tensor]]
-"""The averages of each bucket's tensors, equal on all nodes; the next step overwrites them."""
+"""The averages of each bucket's tensors, equal on all nodes: the gradients themselves, if they were contiguous."""
 FusedStep = tuple[list[Tensor], flexcomm.Epilogue]
 """Tensors that kernels step by the averages while they decode them, and how."""
 
@@ -212,6 +213,7 @@ class GradientSync:
         self._algorithms: dict[Hashable, flexcomm.AlgorithmOption] = {}
         self._started: list[tuple[Bucket, flexcomm.SyncHandle[list[Tensor]], flexcomm.Epilogue | None]] = []
         self._failures: list[flexcomm.FlexcommError] = []
+        self._overwritten: set[int] = set()  # addresses of what was started, and gets its average
 
     def set_buckets(self, buckets: list[Bucket]) -> None:
         """Start these buckets from now on."""
@@ -250,7 +252,7 @@ class GradientSync:
         if residuals is not None:
             residuals.decay, residuals.gain, residuals.alpha = settings.decay, settings.gain, settings.alpha
         if fused_step is None:
-            out, epilogue = [x if x.is_contiguous() else x.contiguous() for x in tensors], None
+            out, epilogue = self._outputs_for(tensors), None
         else:
             out, epilogue = fused_step
         nonfinite = nonfinite or self._nonfinite
@@ -275,6 +277,16 @@ class GradientSync:
         else:
             self._started.append((bucket, handle, epilogue))
 
+    def _outputs_for(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors themselves; memory for averages of those that have gaps, or that parameters share."""
+        places = [x.data_ptr() for x in tensors]
+        once = {place for place, times in Counter(places).items() if times == 1} - self._overwritten
+        self._overwritten.update(places)
+        return [
+            x if place in once and x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+            for x, place in zip(tensors, places, strict=True)
+        ]
+
     def finish(self) -> Averages | None:
         """Wait for all buckets, and return the averages of those without a fused step; None if all ranks skip.
 
@@ -282,6 +294,7 @@ class GradientSync:
         """
         started, failures = self._started, self._failures
         self._started, self._failures = [], []
+        self._overwritten.clear()
         averages: Averages = {}
         try:
             for _, handle, _ in started:
@@ -298,9 +311,8 @@ class GradientSync:
                 handle.write(epilogue or flexcomm.Epilogue())
                 if epilogue is None:
                     averages[bucket] = handle.result
-                else:
-                    # Kernels know nothing of autograd, which looks whether what it saved is still what it was.
-                    increment_version(bucket.params)
+                # Kernels know nothing of autograd, which looks whether what it saved is still what it was.
+                increment_version(handle.result if epilogue is None else bucket.params)
         finally:
             # Does nothing to what is written.
             for _, handle, _ in started:
@@ -310,6 +322,7 @@ class GradientSync:
     def cancel(self) -> None:
         """Wait for what is under way, and roll it back."""
         started, self._started, self._failures = self._started, [], []
+        self._overwritten.clear()
         for _, handle, _ in started:
             with suppress(flexcomm.FlexcommError):
                 handle.verify()

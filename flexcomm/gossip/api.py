@@ -182,6 +182,8 @@ class MixHandle(Generic[T]):
 
     def __init__(self, world: World, task: BucketTask[MixContext], result: T) -> None:
         self._world, self._task, self._is_explained = world, task, False
+        self._is_cancelled = False
+        self._has_claim = task.ctx.residuals is not None
         self._result: T = result
         self.record = task.ctx.record
         """The bytes and seconds of this mix so far."""
@@ -215,9 +217,10 @@ class MixHandle(Generic[T]):
     def cancel(self) -> None:
         """Wait for the messages and ignore them: tensors, residuals and push-sum weight do not change."""
         ctx = self._task.ctx
-        if ctx.squared_distance is None:
+        if ctx.squared_distance is None and not self._is_cancelled:
             # Peers count on their messages being received.
             self.wait_received()
+            self._is_cancelled = True
             self._task.failure = InvalidArgumentError("this mix was cancelled, and changed nothing: start another one.")
             self._unclaim()
             ctx.plan.pool.give_back(ctx.buffers)
@@ -227,5 +230,7 @@ class MixHandle(Generic[T]):
         return self._task.done.is_set()
 
     def _unclaim(self) -> None:
-        if self._task.ctx.residuals is not None:
+        # Once: by then, another mix may have the claim.
+        if self._has_claim and self._task.ctx.residuals is not None:
+            self._has_claim = False
             self._task.ctx.residuals.unclaim()

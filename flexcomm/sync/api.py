@@ -40,8 +40,9 @@ def hierarchical_sync(
 ) -> T:
     """Return the average of every rank's tensor, or tensors, as far as ``compressor`` sends it between nodes.
 
-    All ranks call it with equal shapes, dtypes and arguments, and hold the same bits afterwards. The inputs are not
-    changed; a call that raises changes no output, and residuals not at all, or to rounding (see :class:`Residuals`).
+    All ranks call it with equal shapes, dtypes and arguments, and hold the same bits afterwards. Inputs are not
+    changed, unless they are ``out``; a call that raises changes no output, and residuals not at all, or to rounding
+    (see :class:`Residuals`).
 
     Args:
         tensors: a tensor, or a list of them on one device.

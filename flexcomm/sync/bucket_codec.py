@@ -86,7 +86,10 @@ class BucketCodec(ABC):
 
     @abstractmethod
     def decode_(self, gathered: Tensor, outputs: Sequence[Tensor], *, step: int, average: Average) -> None:
-        """Fill ``outputs`` with the average of buffers ``[nodes, nbytes]``, added in node order."""
+        """Fill ``outputs`` with the average of buffers ``[nodes, nbytes]``, added in node order.
+
+        Outputs may be the tensors that were encoded.
+        """
 
     def exchange(self, ctx: BucketContext, shard: list[Tensor]) -> Steps[Received]:
         """Send what is to be sent of this rank's tensors, and return what was received.

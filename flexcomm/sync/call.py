@@ -85,10 +85,11 @@ class SyncHandle(Generic[T]):
         if self._is_over:
             return
         if self.skipped:
+            # First: residuals are restored from inputs, which outputs may be.
+            self.rollback()
             if epilogue.kind == "store":
                 for out in self._outputs:
                     out.zero_()
-            self.rollback()
             return
         try:
             for task in self._tasks:

@@ -329,8 +329,13 @@ def residuals_serve_one_mix_at_a_time(world: World) -> None:
         flexcomm.start_mix(torch.ones(8), schedule, 1, **options)
     handle.cancel()
     assert all(not kept.any() for kept in residuals.state_dict().values())
+    handle.cancel()
+    later = flexcomm.start_mix(torch.ones(8), schedule, 1, **options)
     with pytest.raises(InvalidArgumentError, match="cancelled"):
         handle.wait()
+    with pytest.raises(InvalidArgumentError, match="in use"):
+        flexcomm.start_mix(torch.ones(8), schedule, 2, **options)
+    later.cancel()
     flexcomm.mix(torch.ones(8), schedule, 1, **options)
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import flexcomm
 from flexcomm import InvalidArgumentError, NonFiniteError, World
-from flexdemo import FlexDeMo
+from flexdemo import FlexDeMo, FlexDeMoAdamW
 
 
 @pytest.fixture
@@ -113,3 +113,18 @@ def test_a_dtensor_whose_local_part_has_gaps_steps(world: World) -> None:
         assert torch.equal(gapped, torch.full((8, 2), -0.5))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 1024])
+def test_parameters_with_one_gradient_get_averages_of_their_own(bucket_bytes: int) -> None:
+    params, others = ([Parameter(torch.ones(4)) for _ in range(2)] for _ in range(2))
+    params[0].grad = params[1].grad = torch.arange(4.0)
+    for other in others:
+        other.grad = torch.arange(4.0)
+    with flexcomm.connect() as world:
+        optimizer = FlexDeMoAdamW(params, compressor=flexcomm.top_k(1 / 4), world=world, bucket_bytes=bucket_bytes)
+        separate = FlexDeMoAdamW(others, compressor=flexcomm.top_k(1 / 4), world=world, bucket_bytes=bucket_bytes)
+        optimizer.step()
+        separate.step()
+    assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
+    assert not torch.equal(params[0], torch.ones(4))

@@ -121,3 +121,15 @@ def test_a_call_that_fails_leaves_the_tensors_that_it_was_to_overwrite(world: Wo
         flexcomm.hierarchical_sync(xs, flexcomm.top_k(1 / 2), world=world, out=xs)
     assert torch.equal(xs[0], torch.arange(10.0))
     assert torch.equal(xs[1], torch.full((10,), torch.inf))
+
+
+def test_a_call_that_is_skipped_keeps_residuals_though_inputs_become_zero(world: World) -> None:
+    residuals, xs = flexcomm.Residuals(), [torch.arange(1.0, 257.0), torch.ones(256)]
+    options = {"world": world, "residuals": residuals, "nonfinite": "skip", "bucket_bytes": 1024}
+    flexcomm.hierarchical_sync(xs, flexcomm.top_k(1 / 16), **options)
+    before = [residuals[name].clone() for name in residuals.names()]
+    xs[1][3] = torch.nan
+    flexcomm.hierarchical_sync(xs, flexcomm.top_k(1 / 16), out=xs, **options)
+    assert not torch.stack(xs).any()
+    # Small whole numbers: what is restored is exact.
+    assert all(torch.equal(residuals[name], one) for name, one in zip(residuals.names(), before, strict=True))

@@ -150,7 +150,12 @@ class Entry:
         if lock is None:
             return False
         with lock:
-            return not _try_lock(lock)
+            try:
+                return not _try_lock(lock)
+            finally:
+                # As in compiling(): a forked child may have the file open, too.
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_UN)
 
     def _open_lock(self) -> IO[str] | None:
         for folder in cache_folders(to_write=True):

@@ -500,19 +500,20 @@ class _Scratch(threading.local):
     """Memory that the loops of one thread work in: as much as any of them has needed so far."""
 
     def __init__(self) -> None:
-        self._sizes = ScratchSizes(0, 0, 0, 0, 0)
+        self._held: tuple[ScratchSizes, list[Tensor], Numbers] = ScratchSizes(0, 0, 0, 0, 0), [], np.zeros(5, np.int64)
         self._job = np.empty(t.JOB_NUMBERS, np.int64)
 
     def start(self, sizes: ScratchSizes, job: Numbers) -> Numbers:
         """Return a job that uses this memory; the one before is over."""
-        largest = ScratchSizes(*map(max, self._sizes, sizes))
-        if largest != self._sizes:
+        largest = ScratchSizes(*map(max, self._held[0], sizes))
+        if largest != self._held[0]:
             # Torch's memory begins at a line of cache, numpy's need not. Not as inference tensors: it is used again.
             with torch.inference_mode(False):
-                self._held = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in largest]
-            self._sizes, self._addresses = largest, np.array([one.data_ptr() for one in self._held], np.int64)
+                memory = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in largest]
+            # At once: an interrupt must not leave addresses of memory that is gone.
+            self._held = largest, memory, np.array([one.data_ptr() for one in memory], np.int64)
         self._job[:] = job
-        self._job[t.COEFS : t.PICKS + 1] = self._addresses
+        self._job[t.COEFS : t.PICKS + 1] = self._held[2]
         return self._job
 
 
