@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -147,7 +148,7 @@ def start_mix(
     sequence = 0 if plan.threads is None else plan.threads.next_sequence()
     record = SyncRecord(syncs=1, dense_bytes=x.nbytes)
     ctx = MixContext(plan, x, outputs, node, round_, step, sequence, push_sum, residuals, buffers, record)
-    task = BucketTask(ctx, mix_bucket(ctx))
+    task = BucketTask(ctx, mix_bucket(ctx), threading.Event())
     if plan.threads is None or (round_.is_idle and plan.ranks == 1):
         task.resume(None)  # It sends nothing, and waits for no mix that does.
     else:
@@ -204,7 +205,7 @@ class MixHandle(Generic[T]):
         """Return when all messages were received and the inputs are no longer read. Outputs are written by `wait`."""
         task, threads = self._task, self._task.ctx.plan.threads
         with Timed(task.ctx.record, "waiting"):
-            task.done.wait()
+            task.wait_done()
         if task.failure is not None:
             self._unclaim()
             if isinstance(task.failure, DeadlineExceededError) and not self._is_explained:
@@ -227,7 +228,7 @@ class MixHandle(Generic[T]):
 
     def done(self) -> bool:
         """Return whether all messages were received, so that ``wait`` does not block."""
-        return self._task.done.is_set()
+        return self._task.is_done
 
     def _unclaim(self) -> None:
         # Once: by then, another mix may have the claim.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, islice, pairwise
-from operator import methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class BucketContext:
     @cached_property
     def shards(self) -> tuple[TensorShard, ...]:
         """The shards of the bucket's tensors that this rank works on."""
-        return tuple(shard for _, shard in self.bucket.shards[self.plan.local_rank])
+        return tuple(map(itemgetter(1), self.bucket.shards[self.plan.local_rank]))
 
     @property
     def buffer_plan(self) -> BufferPlan:

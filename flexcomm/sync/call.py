@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, Generic, TypeVar
 
@@ -152,7 +153,8 @@ class SyncHandle(Generic[T]):
             first, engine.sequence = engine.sequence + 1, engine.sequence + len(plan.buckets)
             for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first):
                 ctx = self._make_context(bucket, pool.take(), sequence)
-                self._tasks.append(BucketTask(ctx, sync_bucket(ctx)))
+                done = threading.Event() if plan.in_background else None
+                self._tasks.append(BucketTask(ctx, sync_bucket(ctx), done))
             if plan.in_background:
                 threads = engine.comm_threads(self._world, plan.device)
                 for task in self._tasks:
@@ -204,13 +206,13 @@ class SyncHandle(Generic[T]):
             if self._plan.in_background:
                 begin_s = time.perf_counter()
                 for task in self._tasks:
-                    task.done.wait()
+                    task.wait_done()
                 self._waited_s = time.perf_counter() - begin_s
             else:
                 under_way = self._tasks
                 while under_way:
                     under_way = [task for task in under_way if task.advance(self._world)]
-            failures = [*self._refusals, *(task.failure for task in self._tasks if task.failure is not None)]
+            failures = [*self._refusals, *[task.failure for task in self._tasks if task.failure is not None]]
             if failures:
                 # Of several, that of a transport: all others follow from it.
                 raise next((one for one in failures if isinstance(one, TransportError)), failures[0])

@@ -114,27 +114,29 @@ class BucketTask(Generic[C]):
     one; only a failure of a transport ends all of them.
     """
 
-    def __init__(self, ctx: C, steps: Generator[Collective | Verified, Any, None]) -> None:
+    def __init__(
+        self, ctx: C, steps: Generator[Collective | Verified, Any, None], done: threading.Event | None = None
+    ) -> None:
         self.ctx = ctx
         self.failure: BaseException | None = None
-        self.done = threading.Event()  # what came is verified, or the bucket failed
+        self.is_done = False  # what came is verified, or the bucket failed
         self.ready: torch.Event | None = None  # when the device has computed the bucket's tensors
         self.wanted: Collective | None = None  # what is to be started next
         self.under_way: Collective | None = None
-        self._steps = steps
+        self._steps, self._done = steps, done
         self._handle: Handle[Any] | None = None
         self._started_s = 0.0
 
     def advance(self, groups: World) -> bool:
         """Wait for the collective under way in the caller's thread and start the next; return whether there is one."""
-        if self.done.is_set():
+        if self.is_done:
             return False
         with Timed(self.ctx.record, "waiting"):
             result = self.wait()
         self.resume(result)
         if self.wanted is not None:
             self.start(getattr(groups, LEVELS[self.wanted.leg]))
-        return not self.done.is_set()
+        return not self.is_done
 
     def resume(self, result: Any) -> None:
         """Go on until the bucket wants the next collective, or everything it received is verified."""
@@ -169,15 +171,20 @@ class BucketTask(Generic[C]):
 
     def end(self, failure: BaseException | None = None) -> None:
         """Have nothing under way any more; if the bucket failed, keep the reason."""
-        self.failure = failure
-        self.done.set()
+        self.failure, self.is_done = failure, True
+        if self._done is not None:
+            self._done.set()
+
+    def wait_done(self) -> None:
+        if self._done is not None:
+            self._done.wait()
 
     def write_outputs(self) -> None:
         next(self._steps, None)
 
     def has_arrived(self) -> bool:
         handle = self._handle  # a comm thread may take it away
-        return self.done.is_set() or (handle is not None and handle.done())
+        return self.is_done or (handle is not None and handle.done())
 
 
 def can_run_in_background(world: World, device: torch.device) -> bool:
@@ -261,7 +268,7 @@ class CommThreads:
         with torch.no_grad():
             while (task := self._queues[number].get()) is not None:
                 self._drive(task, number)
-                if not task.done.is_set() and following:
+                if not task.is_done and following:
                     following[0].put(task)
                 # Else the last bucket's tensors would live until the next one comes.
                 del task
