@@ -1,95 +1,389 @@
-// As much of CUDA as flexcomm/kernels/gpu/codec.cu asks for, on the host: a thread of a block is one of the machine, and
-// blocks come one after the other. Compiled by cuda_on_host.py, with KERNELS the path of the text to run.
+// As much of CUDA as flexcomm/kernels/gpu asks for, on the host: each thread of a block is a fiber, and blocks come one
+// after the other. Compiled by cuda_on_host.py, with KERNELS the path of the text to run.
+//
+// Fibers run in turn until they wait for others. Built with -fsanitize=thread, accesses of two fibers to one place are
+// reported unless __syncthreads or __syncwarp lies between them, or __threadfence, of two blocks. That fibers share a
+// thread orders nothing, nor that blocks come one after the other, nor do votes and shuffles, which CUDA says of them, too.
+
+#include <ucontext.h>
 
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <bit>
 #include <cmath>
-#include <thread>
-#include <vector>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
 
 #define __device__ inline
 #define __global__
-#define __shared__
 #define __launch_bounds__(...)
+#define UNROLL
+#define ROLLED
+#define GLOBAL(pointer)
+#define COUNT(name) count_here<__COUNTER__>(#name)
+#define HIDDEN __attribute__((no_sanitize("thread"), noinline))
+
+#ifdef __SANITIZE_THREAD__
+extern "C" {
+void* __tsan_create_fiber(unsigned flags);
+void* __tsan_get_current_fiber();
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* at);
+void __tsan_release(void* at);
+}
+static const bool HAS_TSAN = true;
+#else
+static void* __tsan_create_fiber(unsigned) { return nullptr; }
+static void* __tsan_get_current_fiber() { return nullptr; }
+static void __tsan_switch_to_fiber(void*, unsigned) {}
+static void __tsan_acquire(void*) {}
+static void __tsan_release(void*) {}
+static const bool HAS_TSAN = false;
+#endif
+static const unsigned NO_SYNC = 1u;
 
 struct Index {
     unsigned x;
 };
 
-static thread_local Index threadIdx, blockIdx;
-static Index blockDim, gridDim;
-static std::barrier<>* meeting;
+static Index threadIdx, blockIdx, blockDim, gridDim;
+static unsigned* shared_words;
 
-static void __syncthreads() { meeting->arrive_and_wait(); }
+// --- fibers ----------------------------------------------------------------------------------------------------------
+
+struct Fiber {
+    ucontext_t context;
+    char* stack;
+    void* tsan;
+    bool done;
+};
+
+// Where threads meet: how many have come, and how often all did.
+struct Meeting {
+    unsigned come, times;
+};
+
+static const unsigned MOST_THREADS = 256u, STACK = 1u << 18;
+// Blocks of a launch that have no order: every so many, one reuses the fibers and the memory of another, after it.
+static const unsigned RING = HAS_TSAN ? 6u : 1u;
+static Fiber *fibers, all_fibers[RING][MOST_THREADS];
+static ucontext_t scheduler;
+static void* scheduler_tsan;
+static unsigned current;
+static Meeting block_meeting, warp_meetings[MOST_THREADS / 32u];
+static unsigned slots[MOST_THREADS];
+static unsigned long long slots64[MOST_THREADS];
+static unsigned block_flags[2];
+static unsigned long long progress;
+
+static HIDDEN void switch_to_scheduler() {
+    unsigned own = current;
+    __tsan_switch_to_fiber(scheduler_tsan, NO_SYNC);
+    swapcontext(&fibers[own].context, &scheduler);
+}
+
+static HIDDEN void meet(Meeting& meeting, unsigned members) {
+    unsigned times = meeting.times;
+    progress++;
+    if (++meeting.come == members) {
+        meeting.come = 0u;
+        meeting.times++;
+        return;
+    }
+    while (meeting.times == times) switch_to_scheduler();
+}
+
+static HIDDEN Meeting& own_warp() { return warp_meetings[threadIdx.x >> 5]; }
+
+// Threads that have returned are not waited for.
+static HIDDEN unsigned threads_alive() {
+    unsigned alive = 0u;
+    for (unsigned thread = 0u; thread < blockDim.x; thread++) alive += !fibers[thread].done;
+    return alive;
+}
+
+static void __syncthreads() {
+    __tsan_release(&block_meeting);
+    meet(block_meeting, threads_alive());
+    __tsan_acquire(&block_meeting);
+}
+
+static HIDDEN bool any_of_block(bool mine) {
+    static unsigned turn;
+    if (block_meeting.come == 0u) {
+        turn ^= 1u;
+        block_flags[turn] = 0u;
+    }
+    unsigned own = turn;
+    block_flags[own] |= mine;
+    meet(block_meeting, threads_alive());
+    return block_flags[own] != 0u;
+}
+
+static bool __syncthreads_or(bool mine) {
+    __tsan_release(&block_meeting);
+    bool any = any_of_block(mine);
+    __tsan_acquire(&block_meeting);
+    return any;
+}
+
+static void __syncwarp() {
+    __tsan_release(&own_warp());
+    meet(own_warp(), 32u);
+    __tsan_acquire(&own_warp());
+}
+
+// Call read(slots of the warp) in every lane, once all have left theirs.
+template <class Word, class Read>
+static HIDDEN auto exchange(Word* all, Word mine, Read read) {
+    Word* warp = all + (threadIdx.x & ~31u);
+    warp[threadIdx.x & 31u] = mine;
+    meet(own_warp(), 32u);
+    auto found = read(warp);
+    meet(own_warp(), 32u);
+    return found;
+}
+
+static HIDDEN unsigned __ballot_sync(unsigned, bool mine) {
+    return exchange(slots, (unsigned)mine, [](unsigned* warp) {
+        unsigned word = 0u;
+        for (unsigned lane = 0u; lane < 32u; lane++) word |= warp[lane] << lane;
+        return word;
+    });
+}
+
+static bool __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) != 0u; }
+
+static HIDDEN unsigned add_lanes(unsigned mine) {
+    return exchange(slots, mine, [](unsigned* warp) {
+        unsigned sum = 0u;
+        for (unsigned lane = 0u; lane < 32u; lane++) sum += warp[lane];
+        return sum;
+    });
+}
+
+static HIDDEN unsigned largest_of_lanes(unsigned mine) {
+    return exchange(slots, mine, [](unsigned* warp) { return *std::max_element(warp, warp + 32); });
+}
+
+// A lane outside the warp is the lane itself.
+template <class Value>
+static HIDDEN Value shuffle(Value mine, int source) {
+    int lane = threadIdx.x & 31u, from = source < 0 || source > 31 ? lane : source;
+    unsigned long long bits = 0u;
+    memcpy(&bits, &mine, sizeof mine);
+    bits = exchange(slots64, bits, [=](unsigned long long* warp) { return warp[from]; });
+    memcpy(&mine, &bits, sizeof mine);
+    return mine;
+}
+
+template <class Value>
+static Value __shfl_sync(unsigned, Value mine, int source) {
+    return shuffle(mine, source);
+}
+
+template <class Value>
+static Value __shfl_up_sync(unsigned, Value mine, unsigned by) {
+    return shuffle(mine, (int)(threadIdx.x & 31u) - (int)by);
+}
+
+template <class Value>
+static Value __shfl_down_sync(unsigned, Value mine, unsigned by) {
+    return shuffle(mine, (int)(threadIdx.x & 31u) + (int)by);
+}
+
+template <class Value>
+static Value __shfl_xor_sync(unsigned, Value mine, unsigned mask) {
+    return shuffle(mine, (int)((threadIdx.x & 31u) ^ mask));
+}
+
+// --- everything else -------------------------------------------------------------------------------------------------
 
 template <class Word>
-static void atomicAdd(Word* at, Word value) {
-    __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+static Word atomicAdd(Word* at, Word value) {
+    return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 }
 
 template <class Word>
-static void atomicOr(Word* at, Word value) {
-    __atomic_fetch_or(at, value, __ATOMIC_RELAXED);
+static Word atomicOr(Word* at, Word value) {
+    return __atomic_fetch_or(at, value, __ATOMIC_RELAXED);
 }
 
 template <class Word>
-static void atomicMax(Word* at, Word value) {
+static Word atomicMax(Word* at, Word value) {
     Word seen = __atomic_load_n(at, __ATOMIC_RELAXED);
     while (seen < value && !__atomic_compare_exchange_n(at, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
+    return seen;
 }
 
 template <class Word>
-static void atomicMin(Word* at, Word value) {
+static Word atomicMin(Word* at, Word value) {
     Word seen = __atomic_load_n(at, __ATOMIC_RELAXED);
     while (seen > value && !__atomic_compare_exchange_n(at, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
+    return seen;
 }
 
 using std::max;
 using std::min;
 
+static void __threadfence() {
+    static char fence;
+    __tsan_acquire(&fence);
+    __tsan_release(&fence);
+}
+
 static unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 static float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 static unsigned __popc(unsigned bits) { return (unsigned)std::popcount(bits); }
 static unsigned __ffs(unsigned bits) { return (unsigned)__builtin_ffs((int)bits); }
+static unsigned __clz(unsigned bits) { return (unsigned)std::countl_zero(bits); }
+static float max_nan(float a, float b) { return a != a || b != b ? __uint_as_float(0x7FFFFFFFu) : a > b ? a : b; }
+
+// --- counts: how often a warp came by, which is as often as the lane that did most often ------------------------------
+
+struct Counter {
+    const char* name;
+    unsigned long long total;
+    unsigned by_thread[MOST_THREADS];
+};
+
+static Counter counters[256];
+static int counters_used;
+
+template <int PLACE>
+static HIDDEN void count_here(const char* name) {
+    static int number = -1;
+    if (number < 0) {
+        number = counters_used++;
+        counters[number].name = name;
+    }
+    counters[number].by_thread[threadIdx.x]++;
+}
+
+static HIDDEN void add_counts() {
+    for (int number = 0; number < counters_used; number++) {
+        for (unsigned warp = 0u; warp < blockDim.x; warp += 32u) {
+            unsigned most = 0u;
+            for (unsigned thread = warp; thread < warp + 32u; thread++) {
+                unsigned& mine = counters[number].by_thread[thread];
+                most = mine > most ? mine : most;
+                mine = 0u;
+            }
+            counters[number].total += most;
+        }
+    }
+}
 
 #include KERNELS
 
-static const unsigned POISON = 0xFFFFABCDu;  // as a float, not a number: what nobody wrote must not look like zero
-alignas(8) u32 shared_words[1u << 14];
-
-static void poison_shared_words() {
-    for (u32& word : shared_words) word = POISON;
+extern "C" u64 struct_nbytes(const char* name) {
+    std::string wanted = name;
+    if (wanted == "Job") return sizeof(Job);
+    if (wanted == "MixJob") return sizeof(MixJob);
+    if (wanted == "Tensor") return sizeof(Tensor);
+    if (wanted == "Section") return sizeof(Section);
+    if (wanted == "Operand") return sizeof(Operand);
+    if (wanted == "Place") return sizeof(Place);
+    return wanted == "Term" ? sizeof(Term) : 0u;
 }
 
-extern "C" u64 job_nbytes() { return sizeof(Job); }
+extern "C" int counter_count() { return counters_used; }
+extern "C" const char* count_name(int number) { return counters[number].name; }
+extern "C" u64 count_value(int number) { return counters[number].total; }
+extern "C" void count_reset() {
+    for (Counter& counter : counters) counter.total = 0u;
+}
 
-// Run a kernel; return whether it left alone the shared memory it had not asked for.
-extern "C" int launch(void (*kernel)(const Job), u32 grid, u32 threads, u64 shared_nbytes, const Job* job) {
-    std::barrier<> barrier(threads);
-    meeting = &barrier;
+static const u32 POISON = 0xFFFFABCDu, GUARD_WORDS = 1024u, MOST_SHARED = 1u << 18;  // what nobody wrote must not look like zero
+static void (*run_kernel)(const void* kernel, const void* argument);
+static const void *the_kernel, *the_argument;
+
+static char launch_begins, launch_ends, block_ends[RING];
+
+static HIDDEN void run_fiber() {
+    __tsan_acquire(&launch_begins);
+    __tsan_acquire(&block_ends[blockIdx.x % RING]);
+    run_kernel(the_kernel, the_argument);
+    __tsan_release(&block_ends[blockIdx.x % RING]);
+    __tsan_release(&launch_ends);
+    fibers[current].done = true;
+    progress++;
+    switch_to_scheduler();
+}
+
+static HIDDEN void start_fiber(unsigned thread) {
+    Fiber& fiber = fibers[thread];
+    if (!fiber.stack) {
+        fiber.stack = new char[STACK];
+        fiber.tsan = __tsan_create_fiber(0u);
+    }
+    fiber.done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_link = &scheduler;
+    makecontext(&fiber.context, run_fiber, 0);
+}
+
+// Run a block of the launch; return whether it left alone the shared memory it had not asked for.
+static HIDDEN bool run_block(u32 threads, u64 shared_nbytes, u32 seed) {
+    u64 words = shared_nbytes / sizeof(u32);
+    static u32* all_shared[RING];
+    u32*& own = all_shared[blockIdx.x % RING];
+    if (!own) own = (u32*)aligned_alloc(16, MOST_SHARED);
+    shared_words = own;
+    fibers = all_fibers[blockIdx.x % RING];
+    for (u64 at = 0u; at < words + GUARD_WORDS; at++) shared_words[at] = POISON;
+    block_meeting = {};
+    for (Meeting& meeting : warp_meetings) meeting = {};
+    for (u32 thread = 0u; thread < threads; thread++) start_fiber(thread);
+    scheduler_tsan = __tsan_get_current_fiber();
+    for (bool left = true; left;) {
+        unsigned long long before = progress;
+        left = false;
+        for (u32 number = 0u; number < threads; number++) {
+            u32 thread = (number * (2u * seed + 1u) + seed) % threads;  // threads are a power of two
+            if (fibers[thread].done) continue;
+            left = true;
+            current = thread;
+            threadIdx.x = thread;
+            __tsan_switch_to_fiber(fibers[thread].tsan, NO_SYNC);
+            swapcontext(&scheduler, &fibers[thread].context);
+        }
+        if (left && progress == before) {
+            fprintf(stderr, "threads of block %u wait for each other for ever\n", blockIdx.x);
+            abort();
+        }
+    }
+    add_counts();
+    bool within = true;
+    for (u64 at = words; at < words + GUARD_WORDS; at++) within = within && shared_words[at] == POISON;
+    return within;
+}
+
+extern "C" HIDDEN int launch(const void* kernel, u32 grid, u32 threads, u64 shared_nbytes, const void* argument, u64 nbytes,
+                      u32 seed) {
+    static std::mutex alone;
+    std::lock_guard<std::mutex> lock(alone);
+    run_kernel = [](const void* kernel, const void* argument) {
+        ((void (*)(const Job))kernel)(*(const Job*)argument);
+    };
+    if (nbytes == sizeof(MixJob)) {
+        run_kernel = [](const void* kernel, const void* argument) {
+            ((void (*)(const MixJob))kernel)(*(const MixJob*)argument);
+        };
+    }
+    the_kernel = kernel;
+    the_argument = argument;
     blockDim.x = threads;
     gridDim.x = grid;
-    std::atomic<int> within = 1;
-    auto run = [&](u32 number) {
-        threadIdx.x = number;
-        for (blockIdx.x = 0u; blockIdx.x < grid; blockIdx.x++) {
-            if (number == 0u) poison_shared_words();
-            barrier.arrive_and_wait();
-            kernel(*job);
-            barrier.arrive_and_wait();
-            u64 first = shared_nbytes / sizeof(u32);
-            for (u64 at = first; number == 0u && at < std::size(shared_words); at++) {
-                if (shared_words[at] != POISON) within = 0;
-            }
-        }
-    };
-    std::vector<std::jthread> others;
-    for (u32 number = 1u; number < threads; number++) others.emplace_back(run, number);
-    run(0u);
-    others.clear();
+    __tsan_release(&launch_begins);
+    bool within = true;
+    for (blockIdx.x = 0u; blockIdx.x < grid; blockIdx.x++) within = run_block(threads, shared_nbytes, seed) && within;
+    __tsan_acquire(&launch_ends);
     return within;
 }

@@ -8,18 +8,30 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
-from flexcomm.kernels import Average, Problem, ReferenceKernels, Region, Selection, StateUpdate, Status, TensorPlan
-from flexcomm.kernels import ValueCode as Value
-from flexcomm.kernels.gpu import GpuKernels, launcher
-from flexcomm.kernels.per_tensor import TensorState
+from flexcomm.codec import assemble_buffer
+from flexcomm.kernels import (
+    Average,
+    BufferPlan,
+    Epilogue,
+    Problem,
+    ReferenceKernels,
+    Region,
+    Selection,
+    StateUpdate,
+    Status,
+    TensorPlan,
+    TensorSpec,
+    ValueCode,
+)
+from flexcomm.kernels.gpu import GpuKernels, tables
 from flexcomm.testing import KERNEL_LAWS
-from flexcomm.testing.cases import SEQUENCE, encode, numbers, plan_single
-from flexcomm.testing.kernels import mixing_gives_the_references_bits
+from flexcomm.testing.cases import DTYPES, SEQUENCE, encode, encode_bucket, numbers, plan_single
 from tests.slow import slow_but
 from tests.unit.cuda_on_host import HostLauncher, compile_for_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import SupportsInt
 
     from torch import Tensor
 
@@ -28,50 +40,36 @@ if TYPE_CHECKING:
     MakeKernels = Callable[..., GpuKernels]
     Law = Callable[[Kernels, str], None]
 
-UPDATE = StateUpdate(decay=0.9, gain=0.7)
-STATELESS = TensorState(None, None, StateUpdate())
+UPDATE = StateUpdate(decay=0.875, gain=0.75)
 REFERENCE = ReferenceKernels()
-USUAL_SHARED = 48 << 10
-NEXT_TO_NONE_SHARED = 256
+MUCH_SHARED, NEXT_TO_NONE_SHARED = 96 << 10, 18 << 10
 GUARD = 0x600DBEEF
+AVERAGES: tuple[Average, ...] = get_args(Average)
 
 
 @pytest.fixture(scope="module")
 def make_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeKernels]:
-    """Give what makes GPU kernels that run on the host; few threads, because each one is real."""
+    """Give what makes GPU kernels that run on the host."""
     if shutil.which("g++") is None:
         pytest.fail("the GPU kernels are tested on the host, and there is no g++ to compile them. Install one.")
     library = compile_for_host(tmp_path_factory.mktemp("cuda"))
 
-    def make(threads: int = 6, shared_limit: int = USUAL_SHARED) -> GpuKernels:
-        return GpuKernels(HostLauncher(library, shared_limit), threads)
+    def make(shared_limit: int = MUCH_SHARED, seed: int = 0) -> GpuKernels:
+        return GpuKernels(HostLauncher(library, shared_limit, seed))
 
     with pytest.MonkeyPatch.context() as patch:
         # So few blocks that each has several chunks, one after the other, where shared memory is not enough.
-        patch.setattr(launcher, "_WORKSPACE_BLOCKS", 2)
-        launcher.plan_chunk_launch.cache_clear()
+        patch.setattr(tables, "_WORKSPACE_BLOCKS", 2)
         yield make
-    launcher.plan_chunk_launch.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("threads", "shared_limit"),
-    [
-        pytest.param(4, USUAL_SHARED, id="shared memory"),
-        pytest.param(3, NEXT_TO_NONE_SHARED, id="global memory", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    "law",
-    # Thousands of launches, each with real threads.
-    slow_but([law for law in KERNEL_LAWS if law is not mixing_gives_the_references_bits], KERNEL_LAWS),
-    ids=lambda law: law.__name__,
-)
-def test_a_law_of_kernels_is_kept(law: Law, threads: int, shared_limit: int, make_kernels: MakeKernels) -> None:
-    law(make_kernels(threads, shared_limit), "cpu")
+@pytest.mark.parametrize("shared_limit", slow_but([MUCH_SHARED], [MUCH_SHARED, NEXT_TO_NONE_SHARED]))
+@pytest.mark.parametrize("law", KERNEL_LAWS, ids=lambda law: law.__name__)
+def test_a_law_of_kernels_is_kept(law: Law, shared_limit: int, make_kernels: MakeKernels) -> None:
+    law(make_kernels(shared_limit), "cpu")
 
 
-# --- where blocks work differently ------------------------------------------------------------------------------------
+# --- chunks of any shape ----------------------------------------------------------------------------------------------
 
 
 def require_equal_bits(got: Tensor, expected: Tensor, what: str) -> None:
@@ -87,8 +85,9 @@ def require_guarded(kernels: Kernels, x: Tensor, plan: TensorPlan, state: Tensor
     assert guarded[[0, -1]].tolist() == [GUARD, GUARD]
 
 
-def require_equal_exchange(kernels: Kernels, plan: TensorPlan) -> None:
-    x, state = numbers("normal", (plan.rows, plan.cols), 1), numbers("normal", plan.state_shape, 2)
+def require_equal_exchange(kernels: Kernels, plan: TensorPlan, x: Tensor | None = None) -> None:
+    x = numbers("normal", (plan.rows, plan.cols), 1) if x is None else x
+    state = numbers("normal", plan.state_shape, 2)
     require_guarded(kernels, x, plan, state.clone())
     left, expected_left = state.clone(), state.clone()
     sent = encode(kernels, x, plan, left, left, UPDATE, step=3)
@@ -99,39 +98,22 @@ def require_equal_exchange(kernels: Kernels, plan: TensorPlan) -> None:
     gathered, regions = sent.words.repeat(2), [Region("a", 0, nwords), Region("b", nwords, nwords)]
     decoders = [one.decoder(sent.plan, gathered, regions) for one in (kernels, REFERENCE)]
     assert [int(one.verify(step=3, sequence=SEQUENCE)) for one in decoders] == [0, 0]
-    averages: tuple[Average, ...] = get_args(Average)
-    for average in averages:
+    for average in AVERAGES:
         outs = torch.full((2, plan.rows, plan.cols), torch.nan)
         for decoder, out in zip(decoders, outs, strict=True):
             decoder.decode_([out], step=3, average=average)
         require_equal_bits(*outs, "what is decoded")
 
 
-@pytest.mark.parametrize("threads", slow_but([1, 2], [1, 2, 33]))
-@pytest.mark.parametrize("selection", [Selection.TOP_K, Selection.THRESHOLD], ids=lambda selection: selection.name)
-def test_the_bits_do_not_depend_on_the_number_of_threads(
-    selection: Selection, threads: int, make_kernels: MakeKernels
-) -> None:
-    require_equal_exchange(make_kernels(threads), TensorPlan(1, 700, 1, 140, True, selection, 20, Value.SIGN))
-
-
-@pytest.mark.parametrize("threads", [1, 2, 33])
-def test_what_is_mixed_does_not_depend_on_the_number_of_threads(threads: int, make_kernels: MakeKernels) -> None:
-    x, other = numbers("wide", (2, 700), 3)
-    out, expected = torch.empty(2, 700)
-    far = make_kernels(threads).mix_(x, 0.3, [other], [0.7], out)
-    torch.testing.assert_close(far, REFERENCE.mix_(x, 0.3, [other], [0.7], expected), rtol=1e-14, atol=0.0)
-    require_equal_bits(out, expected, "what is mixed")
-
-
 @pytest.mark.parametrize("selection", list(Selection), ids=lambda selection: selection.name)
 @pytest.mark.parametrize(
     "geometry",
     [
-        pytest.param((1, 401, 1, 200, True), id="one long row", marks=pytest.mark.slow),
+        pytest.param((1, 401, 1, 200, True), id="one long row"),
         pytest.param((1, 500, 1, 140, False), id="long chunks"),
         pytest.param((31, 37, 12, 20, True), id="odd matrices"),
         pytest.param((1, 670, 1, 7, True), id="short chunks"),
+        pytest.param((70, 65, 64, 64, True), id="squares"),
     ],
 )
 def test_chunks_of_any_shape_are_the_references(
@@ -139,17 +121,13 @@ def test_chunks_of_any_shape_are_the_references(
 ) -> None:
     numel = geometry[2] * geometry[3]
     keep = numel if selection is Selection.EVERYTHING else numel // 6
-    for values in (Value.FP16, Value.SIGN):
-        require_equal_exchange(make_kernels(4), TensorPlan(*geometry, selection, keep, values))
+    for values in (ValueCode.FP16, ValueCode.SIGN):
+        require_equal_exchange(make_kernels(), TensorPlan(*geometry, selection, keep, values))
 
 
-def test_chunks_of_64_by_64_are_the_references(make_kernels: MakeKernels) -> None:
-    require_equal_exchange(make_kernels(8), TensorPlan(70, 65, 64, 64, True, Selection.TOP_K, 32, Value.BF16))
-
-
-@pytest.mark.parametrize(("values", "divisor"), [(Value.INT8, 127), (Value.SIGN2, 3)])
+@pytest.mark.parametrize(("values", "divisor"), [(ValueCode.INT8, 127), (ValueCode.SIGN2, 3)])
 def test_scales_are_divided_by_and_not_multiplied_with_a_reciprocal(
-    values: Value, divisor: int, make_kernels: MakeKernels
+    values: ValueCode, divisor: int, make_kernels: MakeKernels
 ) -> None:
     plan = TensorPlan(1, 400, 1, 4, False, Selection.EVERYTHING, 4, values)
     x = torch.zeros(100, 4)
@@ -157,44 +135,213 @@ def test_scales_are_divided_by_and_not_multiplied_with_a_reciprocal(
     require_equal_bits(encode(make_kernels(), x, plan).words, encode(REFERENCE, x, plan).words, "payload")
 
 
-# --- a threshold with a capacity --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keep", "tau_bits"),
-    [(75, 0x3F800000), (60, 0x3F800000), (50, 0x3F800000), (49, 0x3F810000), (25, 0x3F810000), (10, 0x40000000)],
-)
-def test_a_threshold_rises_to_the_bin_at_which_too_many_reach_it(
-    keep: int, tau_bits: int, make_kernels: MakeKernels
-) -> None:
+@pytest.mark.parametrize("keep", [75, 60, 50, 49, 25, 10])
+def test_a_threshold_rises_to_the_bin_at_which_too_many_reach_it(keep: int, make_kernels: MakeKernels) -> None:
     one_bin_up = 1.0 + 2.0**-7
     x = torch.tensor([one_bin_up, -2.0, 1.0, 0.5] * 25)
-    plan = TensorPlan(1, 100, 1, 10, False, Selection.THRESHOLD, keep, Value.FP32, tau=1.0)
-    for kernels in (make_kernels(), REFERENCE):
-        threshold = kernels.find_threshold(x, plan, STATELESS)
-        assert (threshold.tau_bits, int(threshold.counts.sum())) == (tau_bits, keep)
+    for tau, variable_length in ((1.0, False), (1.0, True), (1e300, False)):
+        plan = TensorPlan(
+            1, 100, 1, 10, False, Selection.THRESHOLD, keep, ValueCode.FP32, tau=tau, variable_length=variable_length
+        )
+        require_equal_exchange(make_kernels(), plan, x)
 
 
-def test_a_threshold_beyond_all_float32_is_reached_by_nothing(make_kernels: MakeKernels) -> None:
-    plan = TensorPlan(1, 100, 1, 10, False, Selection.THRESHOLD, 5, Value.FP32, tau=1e300)
-    for kernels in (make_kernels(), REFERENCE):
-        assert int(kernels.find_threshold(torch.full((100,), 1e30), plan, STATELESS).counts.sum()) == 0
-
-
-def test_of_equals_the_first_chunks_and_the_lowest_indices_are_sent(make_kernels: MakeKernels) -> None:
-    plan = TensorPlan(1, 500, 1, 100, False, Selection.THRESHOLD, 230, Value.FP32, tau=0.1)
-    for kernels in (make_kernels(), make_kernels(4, NEXT_TO_NONE_SHARED), REFERENCE):
-        left = torch.zeros(plan.state_shape)
-        assert encode(kernels, torch.ones(500), plan, left, left).status == Status()
-        assert left.view(-1).nonzero()[:, 0].tolist() == list(range(230, 500))
-
-
-@pytest.mark.parametrize("values", list(Value), ids=lambda values: values.name)
+@pytest.mark.parametrize("values", list(ValueCode), ids=lambda values: values.name)
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 def test_a_state_with_more_broken_numbers_than_may_be_sent_is_reported(
-    broken: float, values: Value, make_kernels: MakeKernels
+    broken: float, values: ValueCode, make_kernels: MakeKernels
 ) -> None:
     plan = TensorPlan(1, 500, 1, 100, False, Selection.THRESHOLD, 20, values, tau=0.1)
     for kernels in (make_kernels(), REFERENCE):
         state = torch.full(plan.state_shape, broken)
         assert encode(kernels, torch.ones(500), plan, state, state).status == Status(Problem.STATE)
+
+
+# --- chunks of 64 x 64, in registers ----------------------------------------------------------------------------------
+
+
+def squares() -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Tensors by how hard it is to find their largest coefficients, with the state that makes it so; None: any."""
+    column, sparse, order = torch.zeros(64, 64), torch.zeros(128, 128), torch.arange(4096)
+    column[:, 7] = numbers("normal", (64,), 1)
+    sparse.view(-1)[::811] = numbers("normal", (sparse.view(-1)[::811].numel(),), 2)
+    zeros = torch.zeros(64, 64)
+    return {
+        "noise": (numbers("normal", (128, 192), 3), None),
+        "ragged": (numbers("normal", (100, 90), 4), None),
+        "a rim of one row": (numbers("normal", (65, 130), 5), None),
+        "zeros": (torch.zeros(64, 128), torch.zeros(2, 4096)),
+        "constant": (torch.full((128, 64), 0.37), torch.zeros(2, 4096)),
+        "one column": (column, torch.zeros(1, 4096)),
+        "sparse": (sparse, None),
+        "heavy tails": (numbers("wide", (128, 128), 6), None),
+        "rank one": (torch.outer(numbers("normal", (128,), 7), numbers("normal", (64,), 8)), None),
+        "denormal": (numbers("tiny", (64, 64), 9), None),
+        "large": (numbers("normal", (64, 64), 10) * 1e28, None),
+        "all equal": (zeros, torch.full((1, 4096), 0.5)),
+        "equal below": (zeros, torch.where(order % 100 == 7, torch.linspace(1, 9, 4096), 0.25)[None]),
+        "few large, the rest equal": (zeros, torch.where(order % 200 == 3, 3.0, -0.5)[None]),
+        "sixty equal": (zeros, torch.where(order % 70 == 3, 3.0, 0.001 * torch.sin(order))[None]),
+        "to the last bit": (zeros, (1.0 + order.flip(0) * 2.0**-23)[None]),
+    }
+
+
+CHOICES = [
+    *((32, values) for values in ValueCode),
+    *((1, ValueCode.INT8), (4, ValueCode.SIGN), (5, ValueCode.FP32), (33, ValueCode.SIGN2), (96, ValueCode.FP16)),
+    *((300, ValueCode.BF16), (396, ValueCode.SIGN), (700, ValueCode.INT8), (1000, ValueCode.FP32)),
+]
+
+
+@pytest.mark.parametrize("name", squares())
+def test_squares_are_encoded_as_the_reference_does(name: str, make_kernels: MakeKernels) -> None:
+    x, state = squares()[name]
+    kernels = make_kernels(seed=len(name))
+    for number, (k, values) in enumerate(CHOICES):
+        plan = TensorPlan(*x.shape, 64, 64, True, Selection.TOP_K, k, values)
+        update, in_place = UPDATE._replace(alpha=(1.0, 0.3)[number % 2]), number % 3 > 0
+        sent = []
+        for one in (kernels, REFERENCE):
+            size = float(x.abs().mean())
+            before = numbers("normal", plan.state_shape, 11) * size if state is None else state.clone()
+            after = before if in_place else torch.full_like(before, torch.nan)
+            sent.append((encode_bucket(one, plan_single(plan), [x], ([before], [after]), update), after))
+        (got, left), (expected, expected_left) = sent
+        assert got.status == expected.status == Status()
+        require_equal_bits(got.words, expected.words, f"{k} of {name} as {values.name}")
+        require_equal_bits(left, expected_left, f"what is left of {name}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares_of_any_dtype_are_encoded_without_states(dtype: torch.dtype, make_kernels: MakeKernels) -> None:
+    for shape in ((64, 128), (70, 100), (130, 64)):
+        x = numbers("normal", shape, 1).to(dtype)
+        plan = TensorPlan(*shape, 64, 64, True, Selection.TOP_K, 32, ValueCode.SIGN)
+        require_equal_bits(encode(make_kernels(), x, plan).words, encode(REFERENCE, x, plan).words, f"{shape}")
+
+
+@pytest.mark.parametrize("senders", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.bfloat16], DTYPES), ids=str)
+def test_squares_step_as_the_reference_does(dtype: torch.dtype, senders: int, make_kernels: MakeKernels) -> None:
+    """Whole chunks and rims, aligned rows and others, few coefficients and many, and averages that are denormal."""
+    epilogues = Epilogue(), Epilogue("sign_step", 0.01, 0.9), Epilogue("plain_step", 0.0, 0.95)
+    for number, shape in enumerate([(128, 128), (100, 90), (64, 68)]):
+        k, values = ((32, ValueCode.BF16), (396, ValueCode.SIGN), (9, ValueCode.FP32))[(number + senders) % 3]
+        bucket = plan_single(TensorPlan(*shape, 64, 64, True, Selection.TOP_K, k, values))
+        size = 1e-37 if number == 1 else 1.0
+        sent = [encode_bucket(REFERENCE, bucket, [numbers("normal", shape, 20 + one) * size]) for one in range(senders)]
+        words, nwords = torch.cat([one.words for one in sent]), sent[0].words.numel()
+        regions = [Region(f"sender {one}", one * nwords, nwords) for one in range(senders)]
+        decoders = [one.decoder(bucket, words, regions) for one in (make_kernels(), REFERENCE)]
+        assert [int(one.verify(step=0, sequence=SEQUENCE)) for one in decoders] == [0, 0]
+        for average in AVERAGES:
+            for epilogue in epilogues:
+                outs = [numbers("normal", shape, 30).to(dtype) for _ in decoders]
+                for decoder, out in zip(decoders, outs, strict=True):
+                    decoder.decode_([out], step=0, average=average, epilogue=epilogue)
+                require_equal_bits(*outs, f"{senders} x {k} of {shape} over {average}, {epilogue}")
+
+
+def bucket_of(plans: list[TensorPlan]) -> BufferPlan:
+    specs = tuple(TensorSpec(f"t{i}", (plan.rows, plan.cols), torch.float32) for i, plan in enumerate(plans))
+    return assemble_buffer(specs, tuple(plans))
+
+
+# --- launches and reads -----------------------------------------------------------------------------------------------
+
+
+def refuse_reads(patch: pytest.MonkeyPatch) -> None:
+    for read in ("item", "__int__", "__bool__", "__float__", "tolist", "cpu", "numpy"):
+        patch.setattr(torch.Tensor, read, lambda *_: pytest.fail("a tensor was read"))
+
+
+def test_a_bucket_takes_one_launch_each_way_and_no_read(
+    make_kernels: MakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of tensors and of senders; the one read is the caller's, of what verify found."""
+    plans = [
+        TensorPlan(100, 90, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16),
+        TensorPlan(1, 90, 1, 64, True, Selection.TOP_K, 8, ValueCode.SIGN),
+        TensorPlan(1, 90, 1, 90, False, Selection.EVERYTHING, 90, ValueCode.FP32),
+        TensorPlan(1, 300, 1, 150, False, Selection.RANDOM_K, 9, ValueCode.INT8),
+    ] * 5
+    senders = 4
+    launcher = make_kernels()._launcher
+    assert isinstance(launcher, HostLauncher)
+    kernels = GpuKernels(launcher)
+    bucket = bucket_of(plans)
+    tensors = [numbers("normal", (plan.rows, plan.cols), 1) for plan in plans]
+    states = [torch.zeros(plan.state_shape) for plan in plans]
+    words = torch.empty(senders * bucket.nwords, dtype=torch.int32)
+    regions = [Region(str(sender), sender * bucket.nwords, bucket.nwords) for sender in range(senders)]
+    encoder, decoder = kernels.encoder(bucket, words[: bucket.nwords]), kernels.decoder(bucket, words, regions)
+
+    def exchange() -> SupportsInt:
+        encoder.encode_(tensors, states, states, UPDATE, step=0, sequence=0)
+        for sender in range(1, senders):
+            words[regions[sender].start :][: bucket.nwords] = words[: bucket.nwords]
+        status = decoder.verify(step=0, sequence=0)
+        decoder.decode_(tensors, step=0, average="nodes", epilogue=Epilogue("sign_step", 0.1))
+        return status
+
+    assert int(exchange()) == 0  # plans become tables
+    launcher.launches.clear()
+    with monkeypatch.context() as patch:
+        refuse_reads(patch)
+        status = exchange()
+    assert launcher.launches == ["encode", "verify", "decode_sign_step"]
+    assert int(status) == 0
+    encoder.rollback_(tensors, states, UPDATE, step=0)
+    assert launcher.launches[3:] == ["rollback"]
+
+
+def test_thresholds_take_a_fixed_number_of_launches_and_no_read(
+    make_kernels: MakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = TensorPlan(1, 300, 1, 64, False, Selection.THRESHOLD, 40, ValueCode.BF16, tau=0.1, variable_length=True)
+    for count in (1, 7):
+        launcher = make_kernels()._launcher
+        assert isinstance(launcher, HostLauncher)
+        bucket = bucket_of([plan] * count)
+        tensors, words = [torch.ones(300)] * count, torch.empty(bucket.nwords, dtype=torch.int32)
+        encoder = GpuKernels(launcher).encoder(bucket, words)
+        with monkeypatch.context() as patch:
+            refuse_reads(patch)
+            encoder.encode_(tensors, None, None, UPDATE, step=0, sequence=0)
+        counted = ["count_chunks", "raise_thresholds", "count_chunks", "place_entries"]
+        assert launcher.launches == [*counted, "encode", "seal"]
+
+
+def test_buffers_that_were_found_wrong_are_not_decoded(make_kernels: MakeKernels) -> None:
+    """Also if nobody has read the status before they are."""
+    plan = TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16)
+    sent = encode(REFERENCE, numbers("normal", (64, 64), 1), plan)
+    sent.words[20] ^= 1
+    decoder = make_kernels().decoder(sent.plan, sent.words, [Region("sender", 0, sent.words.numel())])
+    out = torch.full((64, 64), 7.0)
+    status = decoder.verify(step=0, sequence=SEQUENCE)
+    decoder.decode_([out], step=0, average="nodes")
+    assert Status.of(int(status)) == Status(Problem.HEADER)
+    assert bool((out == 7.0).all())
+
+
+@pytest.mark.parametrize("in_state", [False, True])
+def test_a_chunk_that_is_not_finite_is_not_stored(in_state: bool, make_kernels: MakeKernels) -> None:
+    """The others are, and go back when the status is read."""
+    plan = TensorPlan(128, 128, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16)
+    bucket, x, state = plan_single(plan), numbers("normal", (128, 128), 1), numbers("normal", plan.state_shape, 2)
+    broken = state[2] if in_state else x[70]
+    broken[5] = torch.nan
+    before = state.clone()
+    encoder = make_kernels().encoder(bucket, torch.empty(bucket.nwords, dtype=torch.int32))
+    status = encoder.encode_([x], [state], [state], UPDATE, step=0, sequence=0)
+    require_equal_bits(state[2], before[2], "the chunk that is not finite")
+    assert not torch.equal(state[0], before[0])
+    assert Status.of(int(status)) == Status(Problem.STATE if in_state else Problem.NONFINITE)
+    torch.testing.assert_close(state, before, rtol=2.0**-20, atol=2.0**-20, equal_nan=True)
+    # Which chunks were refused is forgotten with them.
+    broken[5] = 0.0
+    expected = state.clone()
+    assert int(encoder.encode_([x], [state], [state], UPDATE, step=1, sequence=1)) == 0
+    encoder.rollback_([x], [state], UPDATE, step=1)
+    torch.testing.assert_close(state, expected, rtol=2.0**-20, atol=2.0**-20, equal_nan=True)

@@ -1,49 +1,113 @@
-"""``flexcomm/kernels/gpu/codec.cu`` compiled for real devices, by NVRTC and with the options a launch would use.
+"""The GPU's kernels compiled for real devices, by NVRTC and with the options a launch would use.
 
 NVRTC needs no device. Where it cannot be loaded these tests fail, and the error says which extra to install.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
+import struct
+import subprocess
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
 from flexcomm.errors import FlexcommError
-from flexcomm.kernels.gpu import OPTIONS, SOURCE, GpuKernels, compile_cubin, launcher
+from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct
+from flexcomm.kernels.gpu import OPTIONS, CupyLauncher, GpuKernels, compile_cubin, kernel_text, launcher
+from flexcomm.kernels.gpu import compile as compiling
+from flexcomm.kernels.gpu.tables import plan_levels, rows_of_step
 from flexcomm.testing import check_kernels
 from tests.slow import slow_but
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+WITHOUT_BYTES = 8  # the kind of an ELF section that has no bytes in the file
+ARCHITECTURES = ["80", "90", "100", "120"]
 
-@pytest.mark.parametrize("capability", slow_but(["90"], ["80", "90", "100"]))
+
+@pytest.mark.parametrize("capability", slow_but(["90"], ARCHITECTURES))
 def test_nvrtc_compiles_the_kernels(capability: str) -> None:
-    assert compile_cubin(capability)[:4] == b"\x7fELF"
+    """And hand over all of them, to the last byte: the sections of the file end where it does."""
+    cubin = compile_cubin(capability)
+    assert cubin[:4] == b"\x7fELF"
+    sections_at, (size, count) = struct.unpack_from("<Q", cubin, 0x28)[0], struct.unpack_from("<HH", cubin, 0x3A)
+    ends = [sections_at + size * count]
+    for section in range(sections_at, ends[0], size):
+        kind, begin, nbytes = struct.unpack_from("<4xI16xQQ", cubin, section)
+        ends += [begin + nbytes] if kind != WITHOUT_BYTES else []
+    programs_at, (size, count) = struct.unpack_from("<Q", cubin, 0x20)[0], struct.unpack_from("<HH", cubin, 0x36)
+    assert max(*ends, programs_at + size * count) == len(cubin)
 
 
 def test_compiled_arithmetic_is_ieees() -> None:
-    nvrtc = launcher.load_nvrtc()
-    program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
+    """What is fused is written so: the division that is exact because it is."""
+    nvrtc = compiling.load_nvrtc()
+    program = nvrtc.createProgram(kernel_text(), "flexcomm.cu", (), ())
     nvrtc.compileProgram(program, ("--gpu-architecture=compute_80", *OPTIONS))
     text = bytes(nvrtc.getPTX(program)).decode()
     nvrtc.destroyProgram(program)
     assert "div.rn.f32" in text
-    assert not [word for word in (".ftz", "fma.", ".approx", "div.full") if word in text]
+    assert not [word for word in (".ftz", ".approx", "div.full") if word in text]
+    # 64 quotients, two each, in three kernels that decode.
+    assert set(re.findall(r"\bfma\.\S+", text)) == {"fma.rn.f32"}
+    assert len(re.findall(r"\bfma\.", text)) == 3 * 64 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
+def test_nothing_is_spilled_and_nine_blocks_fit(capability: str, tmp_path: Path) -> None:
+    """Of registers: 65,536 a multiprocessor. Compiles PTX as a driver would, which takes several seconds."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc, whose ptxas says what kernels need")
+    source = tmp_path / "kernels.cu"
+    source.write_text(kernel_text())
+    options = ["-std=c++17", "-fmad=false", "-Xptxas", "-v", "-cubin", "-o", str(tmp_path / "kernels.cubin")]
+    made = subprocess.run(
+        ["nvcc", f"-arch=sm_{capability}", *options, str(source)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    kernels = re.findall(r"function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", made.stderr, re.DOTALL)
+    assert {"encode", "verify", "decode_store", "decode_sign_step", "decode_plain_step"} <= {
+        name for name, *_ in kernels
+    }
+    assert [name for name, spilled, _ in kernels if int(spilled)] == []
+    assert [(name, used) for name, _, used in kernels if int(used) > 96] == []
 
 
 def test_compiled_kernels_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(launcher, "compile_cubin", str.encode)
-    path = launcher.find_cubin("90")
+    monkeypatch.setattr(compiling, "compile_cubin", str.encode)
+    path = compiling.find_cubin("90")
     assert path.read_bytes() == b"90"
-    monkeypatch.setattr(launcher, "compile_cubin", lambda _: pytest.fail("compiled again"))
-    assert launcher.find_cubin("90") == path
+    monkeypatch.setattr(compiling, "compile_cubin", lambda _: pytest.fail("compiled again"))
+    assert compiling.find_cubin("90") == path
     assert list((tmp_path / "cache").iterdir()) == [path]
+
+
+def test_where_no_folder_can_be_written_kernels_are_kept_elsewhere_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(compiling, "compile_cubin", str.encode)
+    monkeypatch.setattr(compiling.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert compiling.find_cubin("90").parent.parent == tmp_path
+    # A folder that others may write could hold any cubin.
+    compiling.find_cubin("90").parent.chmod(0o777)
+    with pytest.raises(FlexcommError, match="CUPY_CACHE_DIR"):
+        compiling.find_cubin("90")
 
 
 def test_a_device_nvrtc_does_not_know_is_an_error_that_says_so() -> None:
@@ -66,6 +130,70 @@ def test_without_nvrtc_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     with pytest.raises(FlexcommError, match=r"flexcomm\[cuda13\]"):
         compile_cubin("90")
+
+
+class Told(SimpleNamespace):
+    """Something to enter, which is written down."""
+
+    def __enter__(self) -> None:
+        self.told.append(self.what)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class OneDevice:
+    """As much of CuPy as launches ask for: it writes down what it was told."""
+
+    def __init__(self) -> None:
+        told = self.told = list[object]()
+        attributes = {"MaxSharedMemoryPerBlockOptin": 166912}
+        stream = SimpleNamespace(from_external=lambda stream: Told(told=told, what=("stream", stream)))
+
+        def device(index: int) -> Told:
+            return Told(told=told, what=("device", index), attributes=attributes, compute_capability="80")
+
+        self.cuda = SimpleNamespace(Device=device, Stream=stream)
+
+    def RawModule(self, *, path: str) -> SimpleNamespace:  # noqa: N802  (CuPy's name)
+        self.told.append(("module", path))
+
+        def get_function(name: str) -> Callable[..., None]:
+            return lambda *launch, **options: self.told.append((name, *launch, options))
+
+        return SimpleNamespace(get_function=get_function)
+
+
+def test_launches_go_to_torchs_stream_with_their_argument_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy passes an array of one item by value, whatever the item is. A kernel is loaded once a device."""
+    cupy = OneDevice()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(launcher, "find_cubin", lambda capability: f"kernels for {capability}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    own, device, job = CupyLauncher(), torch.device("cuda", 1), np.array([(7, 0.5)], [("a", "u4"), ("b", "f4")])
+    assert own.shared_nbytes(device) == 166912
+    for _ in range(2):
+        own.launch("encode", device, 30, 64, 17408, job)
+    entered = [("device", 1), ("stream", "stream of cuda:1")]
+    loaded, launched = cupy.told[2], cupy.told[3]
+    assert isinstance(launched, tuple)
+    name, grid, threads, (argument,), options = launched
+    assert cupy.told[:2] == cupy.told[4:6] == entered
+    assert loaded == ("module", "kernels for 80")
+    assert (name, grid, threads, options) == ("encode", (30,), (64,), {"shared_mem": 17408})
+    assert (argument.shape, argument.dtype.kind, argument.tobytes()) == ((1,), "V", job.tobytes())
+    assert len(cupy.told) == 7
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 12, 20, 64, 140])
+def test_steps_of_one_level_can_be_done_in_any_order(length: int) -> None:
+    for program in (plan_dct(length), plan_inverse_dct(length)):
+        order, bounds = plan_levels(program)
+        assert sorted(order.tolist()) == list(range(len(program.steps)))
+        for first, last in pairwise(bounds.tolist()):
+            rows = [rows_of_step(*program.steps[number].tolist()) for number in order[first:last]]
+            written = [row for rows_written, _ in rows for row in rows_written]
+            assert len(written) == len(set(written))
+            assert not set(written) & {row for _, rows_read in rows for row in rows_read}
 
 
 @pytest.mark.gpu

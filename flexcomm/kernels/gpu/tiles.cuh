@@ -1,0 +1,685 @@
+// Transformed chunks of 64 x 64 of which the largest coefficients are sent: two warps a chunk, a column each thread.
+//
+// A column lives in 64 registers. The transform goes down the columns, turns the chunk through shared memory, and goes
+// along the rows, in straight lines of code: dct64() and idct64() are generated from flexcomm/kernels/butterflies.py,
+// with OUT[k] the register of coefficient k. Then thread `krow` holds the coefficients `kcol * 64 + krow`.
+//
+// [Note: the tile] Rows of the tile are 68 words apart: columns are stored, and rows read 16 bytes at a time, without
+// conflicts of banks. The four words behind each row hold what else a block needs, so that nine blocks fit the shared
+// memory of a multiprocessor. Once a chunk is in registers, the tile's rows are free, too: see the offsets below.
+
+const u32 SIDE = 64u;
+const u32 PITCH = 68u;
+const u32 MAXIMA = 4u;                 // of a thread's coefficients, by column modulo this
+const u32 LIST_AT = 32u * PITCH;       // indices of candidates, and then of what is sent
+const u32 IMAGE_AT = LIST_AT + 1024u;  // of the chunk's payload
+const u32 CARRY_AT = 63u * PITCH + SIDE;  // of each section, the word that the next chunk goes on with
+const u32 MOST_CANDIDATES = 1024u;
+const u32 SLACK = 4u;
+
+struct alignas(16) Quad {
+    u32 x, y, z, w;
+};
+
+// Return where word `w` of the bitmap of candidates is: behind the first rows.
+__device__ u32 bitmap_word(u32 w) { return (w >> 2) * PITCH + SIDE + (w & 3u); }
+
+__device__ float* tile_floats() { return (float*)shared_words; }
+
+// --- from memory to registers ----------------------------------------------------------------------------------------
+
+template <int ELEMENT>
+__device__ float read_element(const char* at) {
+    if (ELEMENT == FLOAT) return *(const float*)at;
+    if (ELEMENT == DOUBLE) return (float)*(const double*)at;
+    return half_value(ELEMENT, *(const u16*)at);
+}
+
+// Fill the registers with a whole column.
+template <int ELEMENT>
+__device__ void load_column(float (&v)[64], const char* column, u64 pitch) {
+    GLOBAL(column);
+    UNROLL for (u32 i = 0u; i < SIDE; i++) v[i] = read_element<ELEMENT>(column + i * pitch);
+}
+
+// Fill the registers with a column of so many rows, zeros behind them; return whether all elements are below the bound.
+// It goes by way of the thread's own column of the tile: registers are no array, and cannot be looped over.
+__device__ bool load_some(float (&v)[64], const void* memory, u32 element, i64 at, i64 cols, u32 rows) {
+    float* own = tile_floats() + threadIdx.x;
+    bool fits = true;
+    for (u32 i = 0u; i < SIDE; i++) {
+        COUNT(load_row);
+        own[i * PITCH] = i < rows ? read<float>(memory, element, at + i * cols) : 0.0f;
+        // What is below the bound as a double may be rounded to it.
+        if (i < rows && element == DOUBLE) {
+            fits = fits && fabs(((const double*)memory)[at + i * cols]) < (double)__uint_as_float(TOO_LARGE);
+        }
+    }
+    UNROLL for (u32 i = 0u; i < SIDE; i++) v[i] = own[i * PITCH];
+    return fits;
+}
+
+// Fill the registers with a column; return NaN if an element cannot be sent, else 0.
+__device__ float load_any_column(float (&v)[64], const Tensor& t, const Operand& at, u32 row, u32 col) {
+    const u32 element = at.element, left = (u32)t.rows - row;
+    const u32 rows = col >= (u32)t.cols ? 0u : left < SIDE ? left : SIDE;
+    const i64 first = (i64)row * t.cols + col;
+    const u64 nbytes = element_nbytes(element), pitch = t.cols * nbytes;
+    const char* column = (const char*)at.memory + first * nbytes;
+    bool fits = true;
+    if (rows == SIDE && element == FLOAT) {
+        COUNT(load_float);
+        load_column<FLOAT>(v, column, pitch);
+    } else if (rows == SIDE && element == BFLOAT16) {
+        COUNT(load_bf16);
+        load_column<BFLOAT16>(v, column, pitch);
+    } else if (rows == SIDE && element == HALF) {
+        COUNT(load_fp16);
+        load_column<HALF>(v, column, pitch);
+    } else {
+        COUNT(load_some);
+        fits = load_some(v, at.memory, element, first, t.cols, rows);
+    }
+    float largest = 0.0f;
+    UNROLL for (u32 i = 0u; i < SIDE; i++) largest = max_nan(largest, fabsf(v[i]));
+    if (element != DOUBLE) fits = largest < __uint_as_float(TOO_LARGE);
+    return fits ? 0.0f : __uint_as_float(ALL);
+}
+
+// --- selection -------------------------------------------------------------------------------------------------------
+
+// Return a bound, as bits, that at least `k` coefficients reach, and few more if maxima of threads are much alike: the
+// k-th largest of all maxima, or a little less. Warps agree on it.
+__device__ u32 find_floor(const u32* tile, u32 k, u32 lane, u32* largest) {
+    u32 maxima[2u * MAXIMA], best = 0u, low = 0u;
+    UNROLL for (u32 half = 0u; half < 2u; half++) {
+        Quad own = *(const Quad*)(tile + (lane + 32u * half) * PITCH);
+        maxima[4u * half] = own.x;
+        maxima[4u * half + 1u] = own.y;
+        maxima[4u * half + 2u] = own.z;
+        maxima[4u * half + 3u] = own.w;
+    }
+    UNROLL for (u32 i = 0u; i < 2u * MAXIMA; i++) best = max(best, maxima[i]);
+    *largest = best = largest_of_lanes(best);
+    u32 high = best + 1u;
+    // Most often so many are within a factor of 64 of the largest.
+    u32 middle = best > 6u << 23 ? best - (6u << 23) : high >> 1;
+    if (k > SIDE * MAXIMA) return 0u;
+    while (high - low > 1u) {
+        COUNT(floor_trip);
+        u32 mine = 0u;
+        UNROLL for (u32 i = 0u; i < 2u * MAXIMA; i++) mine += maxima[i] >= middle;
+        u32 reaching = add_lanes(mine);
+        if (reaching >= k) {
+            low = middle;
+            if (reaching <= k + SLACK) break;
+        } else {
+            high = middle;
+        }
+        middle = low + ((high - low) >> 1);
+    }
+    return low;
+}
+
+// Write the bitmap of all coefficients that reach a bound, in the order of indices.
+__device__ void scan(const float (&v)[64], u32 low, u32* tile, u32 warp, u32 lane) {
+    float bound = __uint_as_float(low);
+    UNROLL for (u32 j = 0u; j < SIDE; j++) {
+        u32 word = __ballot_sync(ALL, fabsf(v[OUT[j]]) >= bound);
+        if (lane == 0u) tile[bitmap_word(2u * j) + warp] = word;
+    }
+}
+
+// Four words of the bitmap, in the order of indices.
+struct Bitmap {
+    u32 words[4];
+
+    __device__ u32 count() const { return __popc(words[0]) + __popc(words[1]) + __popc(words[2]) + __popc(words[3]); }
+};
+
+__device__ Bitmap read_bitmap(const u32* tile, u32 lane) {
+    Quad own = *(const Quad*)(tile + bitmap_word(4u * lane));
+    return {{own.x, own.y, own.z, own.w}};
+}
+
+__device__ u32 before_lane(u32 mine, u32 lane) {
+    u32 sum = mine;
+    UNROLL for (u32 distance = 1u; distance < 32u; distance <<= 1) {
+        u32 other = __shfl_up_sync(ALL, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    return sum - mine;
+}
+
+// Keep so many of the lowest indices.
+__device__ void cut_bitmap(Bitmap& bitmap, u32 room, u32 lane) {
+    u32 skipped = before_lane(bitmap.count(), lane);
+    room = room > skipped ? room - skipped : 0u;
+    UNROLL for (u32 i = 0u; i < 4u; i++) {
+        u32 word = bitmap.words[i];
+        for (; __popc(word) > room; word &= ~(0x80000000u >> __clz(word))) {
+        }
+        room -= __popc(word);
+        bitmap.words[i] = word;
+    }
+}
+
+// Narrow the candidates down, among all coefficients, to as many as fit their list, or exactly to `k`. All reach `*low`,
+// of which there are `total`; fewer than k reach `*high`. Leaves the bitmap of candidates; returns how many there are.
+__device__ u32 narrow(const float (&v)[64], u32 k, u32 most, u32* low, u32* high, u32 total, Bitmap& bitmap, u32* tile,
+                      u32 warp, u32 lane) {
+    // The first bound decides on ties, and on zeros.
+    u32 turn = 0u, middle = *low + 1u, above = 0u;
+    while (total > most && *high - *low > 1u) {
+        COUNT(narrow_trip);
+        float bound = __uint_as_float(middle);
+        u32 mine = 0u;
+        UNROLL for (u32 i = 0u; i < SIDE; i++) mine += fabsf(v[i]) >= bound;
+        mine = add_lanes(mine);
+        if (lane == 0u) tile[2u * turn + warp] = mine;
+        __syncthreads();
+        u32 reaching = tile[2u * turn] + tile[2u * turn + 1u];
+        turn ^= 1u;
+        if (reaching >= k) {
+            *low = middle;
+            total = reaching;
+        } else {
+            *high = middle;
+            above = reaching;
+        }
+        middle = *low + ((*high - *low) >> 1);
+    }
+    __syncthreads();
+    if (total <= most) {
+        COUNT(narrow_scan);
+        scan(v, *low, tile, warp, lane);
+        __syncthreads();
+        bitmap = read_bitmap(tile, lane);
+        return total;
+    }
+    COUNT(narrow_ties);
+    scan(v, *high, tile, warp, lane);
+    __syncthreads();
+    Bitmap larger = read_bitmap(tile, lane);
+    __syncthreads();
+    scan(v, *low, tile, warp, lane);
+    __syncthreads();
+    bitmap = read_bitmap(tile, lane);
+    UNROLL for (u32 i = 0u; i < 4u; i++) bitmap.words[i] &= ~larger.words[i];
+    cut_bitmap(bitmap, k - above, lane);
+    UNROLL for (u32 i = 0u; i < 4u; i++) bitmap.words[i] |= larger.words[i];
+    return k;
+}
+
+// Fill the list with the indices in the bitmap, in their order.
+__device__ void list_candidates(const Bitmap& bitmap, u32* list, u32 lane) {
+    u32 entry = before_lane(bitmap.count(), lane);
+    UNROLL for (u32 i = 0u; i < 4u; i++) {
+        for (u32 word = bitmap.words[i]; word; word &= word - 1u) {
+            COUNT(list_trip);
+            list[entry++] = (4u * lane + i) * 32u + __ffs(word) - 1u;
+        }
+    }
+    __syncwarp();
+}
+
+// Magnitudes of candidates lie beside the bitmap, which the other warp may still read.
+__device__ u32& magnitude_slot(u32 entry) { return shared_words[(entry >> 6) * PITCH + (entry & 63u)]; }
+
+// Keep the `k` largest of more candidates, in the order of indices; of equals, the first.
+__device__ void choose(u32* list, const float* state, u32 total, u32 k, u32 low, u32 high, u32 lane) {
+    for (u32 entry = lane; entry < total; entry += 32u) magnitude_slot(entry) = magnitude_of(state[list[entry]]);
+    __syncwarp();
+    // Two candidates a lane, as there are most often.
+    u32 first = lane < total ? magnitude_slot(lane) : 0u, second = lane + 32u < total ? magnitude_slot(lane + 32u) : 0u;
+    u32 reaching = total;
+    while (reaching != k && high - low > 1u) {
+        COUNT(choose_trip);
+        u32 middle = low + ((high - low) >> 1);
+        u32 found = __popc(__ballot_sync(ALL, first >= middle)) + __popc(__ballot_sync(ALL, second >= middle));
+        for (u32 entry = lane + 64u; entry - lane < total; entry += 32u) {
+            COUNT(choose_more);
+            found += __popc(__ballot_sync(ALL, entry < total && magnitude_slot(entry) >= middle));
+        }
+        if (found >= k) {
+            low = middle;
+            reaching = found;
+        } else {
+            high = middle;
+        }
+    }
+    u32 ties = k, chosen = 0u, below = (1u << lane) - 1u;
+    if (reaching != k) {
+        COUNT(choose_ties);
+        for (u32 entry = lane; entry - lane < total; entry += 32u) {
+            ties -= __popc(__ballot_sync(ALL, entry < total && magnitude_slot(entry) >= high));
+        }
+    } else {
+        high = low;
+    }
+    for (u32 entry = lane; entry - lane < total; entry += 32u) {
+        COUNT(choose_entries);
+        u32 index = entry < total ? list[entry] : 0u, magnitude = entry < total ? magnitude_slot(entry) : 0u;
+        bool larger = entry < total && magnitude >= high, equal = entry < total && magnitude >= low && !larger;
+        u32 equals = __ballot_sync(ALL, equal);
+        bool kept = larger || (equal && __popc(equals & below) < ties);
+        ties -= min(ties, (u32)__popc(equals));
+        u32 all_kept = __ballot_sync(ALL, kept);
+        __syncwarp();  // all lanes have read before any writes
+        if (kept) list[chosen + __popc(all_kept & below)] = index;
+        chosen += __popc(all_kept);
+    }
+    __syncwarp();
+}
+
+// --- payload ---------------------------------------------------------------------------------------------------------
+
+// A chunk's part of a section: its first word, and the first of its bits there.
+struct Part {
+    i64 word;
+    u32 shift, bits, words;
+};
+
+__device__ Part part_of(i64 section, u32 bits, u32 chunk) {
+    u64 start = (u64)bits * chunk;
+    u32 shift = (u32)start & 31u;
+    return {section + (i64)(start >> 5), shift, bits, (shift + bits + 31u) >> 5};
+}
+
+__device__ Scales scale_of(const Tensor& t, const u32* list, const float* state, u32 lane, u32* codes) {
+    *codes = 0u;
+    if (!t.scales) return {0.0f, 0.0f};
+    u32 largest = 0u, below = 0u;
+    float sum = 0.0f;
+    for (u32 entry = lane; entry < t.k; entry += 32u) {
+        COUNT(scale_trip);
+        u32 magnitude = magnitude_of(state[list[entry]]);
+        sum = sum + __uint_as_float(magnitude);
+        largest = max(largest, magnitude);
+        below = max(below, MAGNITUDE - magnitude);
+    }
+    ScaleCodes found = {0u, 0u};
+    if (t.values == SIGN) {
+        UNROLL for (u32 half = 16u; half; half >>= 1) sum = sum + __shfl_down_sync(ALL, sum, half);
+        found.first = saturated_bf16(__shfl_sync(ALL, sum, 0) / (float)t.k);
+    } else if (t.values == INT8) {
+        found.first = int8_scale(largest_of_lanes(largest));
+    } else {
+        found = scales_between(MAGNITUDE - largest_of_lanes(below), largest_of_lanes(largest));
+    }
+    *codes = found.first | (found.second << 16);
+    return {bf16_value(found.first), bf16_value(found.second)};
+}
+
+// Write a chunk's payload, and take what it holds out of its state; one warp does. Without a list, it is zeros. Returns
+// this lane's part of the checksum.
+__device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, bool ends, const u32* list, float* state, u32 lane) {
+    u32 *image = shared_words + IMAGE_AT, *carry = shared_words + CARRY_AT;
+    Part indices = part_of(t.section.indices, t.k * t.section.entry_bits + t.section.chunk_bits, chunk);
+    Part scales = part_of(t.section.scales, 16u * t.scales, chunk);
+    Part values = part_of(t.section.values, t.k * t.value_bits + t.section.value_padding, chunk);
+    u32 scales_at = indices.words, values_at = scales_at + scales.words, total = values_at + values.words;
+    for (u32 word = lane; word < total; word += 32u) image[word] = 0u;
+    __syncwarp();
+    if (lane == 0u) {
+        if (indices.shift) image[0] = carry[0];
+        if (scales.shift) image[scales_at] = carry[1];
+        if (values.shift) image[values_at] = carry[2];
+    }
+    __syncwarp();
+    if (list) {
+        u32 codes;
+        Scales scale = scale_of(t, list, state, lane, &codes);
+        if (lane == 0u && t.scales) {
+            put(image, 32u * scales_at + scales.shift, codes, 16u);
+            if (t.scales == 2u) put(image, 32u * scales_at + scales.shift + 16u, codes >> 16, 16u);
+        }
+        for (u32 entry = lane; entry < t.k; entry += 32u) {
+            COUNT(send_trip);
+            u32 index = list[entry];
+            float value = state[index];
+            u32 code = quantise(t.values, value, scale);
+            put_index(image, t.section, indices.shift, t.k, index, entry);
+            put(image, 32u * values_at + values.shift + entry * t.value_bits, code, t.value_bits);
+            float unsent = value - dequantise(t.values, code, scale);
+            state[index] = job.stays == 0.0f ? unsent : unsent + job.stays * (value - unsent);
+        }
+    }
+    __syncwarp();
+    u32 sum = 0u;
+    for (u32 word = lane; word < total; word += 32u) {
+        COUNT(flush_trip);
+        bool is_scale = word >= scales_at && word < values_at, is_value = word >= values_at;
+        u32 number = word - (is_value ? values_at : is_scale ? scales_at : 0u);
+        u32 bits_left = (is_value ? values.shift + values.bits : is_scale ? scales.shift + scales.bits
+                                                                         : indices.shift + indices.bits) -
+                        32u * number;
+        i64 at = (is_value ? values.word : is_scale ? scales.word : indices.word) + number;
+        u32 content = image[word];
+        if (!ends && bits_left < 32u) {
+            carry[is_value ? 2u : is_scale ? 1u : 0u] = content;
+        } else {
+            job.words[at] = content;
+            sum += hashed(content, (u32)at);
+        }
+    }
+    return sum;
+}
+
+// --- encode ----------------------------------------------------------------------------------------------------------
+
+// Encode one chunk; return this thread's part of the checksum. The state is written only if all of it is finite.
+__device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, const Place& place, bool ends) {
+    const u32 chunk = place.chunk;
+    float* tile = tile_floats();
+    const u32 thread = threadIdx.x, lane = thread & 31u, warp = thread >> 5;
+    float v[64];
+    float unfit = load_any_column(v, t, at, place.row, place.col + thread);
+    dct64(v);
+    UNROLL for (u32 i = 0u; i < SIDE; i++) tile[i * PITCH + thread] = v[OUT[i]];
+    __syncthreads();
+    UNROLL for (u32 i = 0u; i < SIDE; i += 4u) {
+        Quad four = *(const Quad*)(tile + thread * PITCH + i);
+        v[i] = __uint_as_float(four.x);
+        v[i + 1u] = __uint_as_float(four.y);
+        v[i + 2u] = __uint_as_float(four.z);
+        v[i + 3u] = __uint_as_float(four.w);
+    }
+    dct64(v);
+    float top[MAXIMA] = {unfit, unfit, unfit, unfit};
+    if (at.state) {
+        COUNT(accumulate);
+        const float* before = at.state + (i64)chunk * 4096 + thread;
+        GLOBAL(before);
+        UNROLL for (u32 j = 0u; j < SIDE; j++) {
+            float& y = v[OUT[j]];
+            y = job.decay * before[j * SIDE] + at.factor * y;
+            top[j % MAXIMA] = max_nan(top[j % MAXIMA], fabsf(y));
+        }
+    } else {
+        COUNT(begin_state);
+        UNROLL for (u32 j = 0u; j < SIDE; j++) {
+            float& y = v[OUT[j]];
+            y = at.factor * y;
+            top[j % MAXIMA] = max_nan(top[j % MAXIMA], fabsf(y));
+        }
+    }
+    // A thread's row of the tile is its own once it has read it.
+    *(Quad*)(tile + thread * PITCH) = {__float_as_uint(top[0]), __float_as_uint(top[1]), __float_as_uint(top[2]),
+                                       __float_as_uint(top[3])};
+    bool fits = max_nan(max_nan(top[0], top[1]), max_nan(top[2], top[3])) < __uint_as_float(INFINITE);
+    if (!fits) {
+        COUNT(refuse);
+        atomicMin(&job.tally->problem, problem_at(unfit == 0.0f ? STATE_PROBLEM : NONFINITE_PROBLEM, t.number));
+    }
+    __syncthreads();
+    u32 largest, low = find_floor(shared_words, t.k, lane, &largest);
+    u32* list = nullptr;
+    float* state = at.next_state + (i64)chunk * 4096;
+    GLOBAL(state);
+    if (largest < INFINITE) {
+        COUNT(fits);
+        UNROLL for (u32 j = 0u; j < SIDE; j++) state[j * SIDE + thread] = v[OUT[j]];
+        scan(v, low, shared_words, warp, lane);
+        __syncthreads();
+        Bitmap bitmap = read_bitmap(shared_words, lane);
+        u32 total = add_lanes(bitmap.count()), high = largest + 1u;
+        u32 most = t.k <= 32u ? 64u : min(2u * t.k, MOST_CANDIDATES);
+        if (total > most) {
+            COUNT(narrow);
+            total = narrow(v, t.k, most, &low, &high, total, bitmap, shared_words, warp, lane);
+        }
+        if (warp) return 0u;
+        list = shared_words + LIST_AT;
+        list_candidates(bitmap, list, lane);
+        if (total > t.k) {
+            COUNT(choose);
+            choose(list, state, total, t.k, low, high, lane);
+        }
+    } else {
+        COUNT(refused);
+        __syncthreads();  // the other warp may still read maxima
+        if (thread == 0u) job.refused[t.first_chunk + chunk] = 1u;
+        if (warp) return 0u;
+    }
+    return send_tile(job, t, chunk, ends, list, state, lane);
+}
+
+// Encode the chunks of a block; return this thread's part of the checksum.
+__device__ u32 encode_tiles(const Job& job, const Tensor& t, const Operand& at, Place place) {
+    u32 sum = 0u;
+    ROLLED for (u32 end = min(place.chunk + t.unit, t.chunks); place.chunk < end; place.chunk++) {
+        sum += encode_tile(job, t, at, place, place.chunk + 1u == end);
+        if (place.chunk + 1u < end) {
+            COUNT(next_chunk);
+            __syncthreads();  // the tile is used again
+        }
+        bool turns = place.col + SIDE >= (u32)t.cols;
+        place.col = turns ? 0u : place.col + SIDE;
+        place.row += turns ? SIDE : 0u;
+    }
+    return sum;
+}
+
+// --- decode ----------------------------------------------------------------------------------------------------------
+
+// Call visit(index, entry) for what a sender sent of a chunk, which has been verified; one warp does.
+template <class Visit>
+__device__ void visit_tile(const Tensor& t, const u32* words, i64 bit, u32 lane, Visit visit) {
+    const u32 low = t.section.low_bits, code = t.section.code;
+    if (code == PACKED) {
+        for (u32 entry = lane; entry < t.k; entry += 32u) {
+            COUNT(packed_trip);
+            visit(get(words, bit + entry * t.section.entry_bits, t.section.entry_bits), entry);
+        }
+        return;
+    }
+    u32 ends = code == BITMAP ? 4096u : t.k + (4095u >> low), seen = 0u, below = (1u << lane) - 1u;
+    i64 highs = bit + t.k * low;
+    for (u32 first = 0u; first < ends; first += 32u) {
+        COUNT(high_word);
+        u32 word = get(words, highs + first, min(32u, ends - first));
+        if ((word >> lane) & 1u) {
+            u32 entry = seen + __popc(word & below);
+            u32 high = first + lane - (code == BITMAP ? 0u : entry);
+            visit((high << low) | get(words, bit + entry * low, low), entry);
+        }
+        seen += __popc(word);
+    }
+}
+
+// Divide as IEEE has it, by what is not a power of two: exact for all but tiny numbers, which `is_tiny` says there are.
+__device__ float divided(float sum, float divisor, float reciprocal, bool is_tiny) {
+    if (is_tiny) return sum / divisor;
+    float quotient = sum * reciprocal;
+    return fmaf(fmaf(-quotient, divisor, sum), reciprocal, quotient);
+}
+
+// Add what all senders sent of a chunk, in their order, to the tile; leave behind it whether a sum is tiny.
+__device__ void add_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane) {
+    float* tile = tile_floats();
+    const float TINY = __uint_as_float(32u << 23);
+    i64 index_bit = 32 * t.section.indices + (i64)chunk * (t.k * t.section.entry_bits + t.section.chunk_bits);
+    i64 value_bit = 32 * t.section.values + (i64)chunk * (t.k * t.value_bits + t.section.value_padding);
+    bool is_tiny = false;
+    for (u32 sender = 0u; sender < job.senders; sender++) {
+        COUNT(sender);
+        const u32* words = job.words + job.starts[2u * sender];
+        GLOBAL(words);
+        Scales scales = get_scales(words, t, t.section, chunk);
+        visit_tile(t, words, index_bit, lane, [&](u32 index, u32 entry) {
+            u32 code = get(words, value_bit + entry * t.value_bits, t.value_bits);
+            float sum = tile[index & 4095u] + dequantise(t.values, code, scales);
+            tile[index & 4095u] = sum;
+            is_tiny = is_tiny || (sum != 0.0f && fabsf(sum) < TINY);
+        });
+        __syncwarp();
+    }
+    is_tiny = __any_sync(ALL, is_tiny);
+    if (lane == 0u) shared_words[4096] = is_tiny;
+}
+
+// Count in the tile how many senders sent each coefficient of a chunk.
+__device__ void count_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane) {
+    i64 index_bit = 32 * t.section.indices + (i64)chunk * (t.k * t.section.entry_bits + t.section.chunk_bits);
+    for (u32 sender = 0u; sender < job.senders; sender++) {
+        COUNT(counted_sender);
+        const u32* words = job.words + job.starts[2u * sender];
+        GLOBAL(words);
+        visit_tile(t, words, index_bit, lane, [&](u32 index, u32) { shared_words[index & 4095u]++; });
+        __syncwarp();
+    }
+}
+
+__device__ void clear_tile() {
+    UNROLL for (u32 i = 0u; i < 16u; i++) ((Quad*)shared_words)[threadIdx.x + SIDE * i] = {0u, 0u, 0u, 0u};
+    __syncthreads();
+}
+
+// Fill the registers with the averages of a chunk's coefficients: those of frequency `thread` down the columns.
+__device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u32 chunk) {
+    const float* tile = tile_floats();
+    const u32 thread = threadIdx.x, lane = thread & 31u;
+    u32 counts[16];
+    if (!job.divisor) {
+        COUNT(contributors);
+        clear_tile();
+        if (thread < 32u) count_senders(job, t, chunk, lane);
+        __syncthreads();
+        UNROLL for (u32 i = 0u; i < 16u; i++) {
+            counts[i] = 0u;
+            UNROLL for (u32 j = 0u; j < 4u; j++) counts[i] |= shared_words[(4u * i + j) * SIDE + thread] << (8u * j);
+        }
+        __syncthreads();
+    }
+    clear_tile();
+    if (thread < 32u) add_senders(job, t, chunk, lane);
+    __syncthreads();
+    if (job.is_exact) {
+        COUNT(exact);
+        UNROLL for (u32 j = 0u; j < SIDE; j++) v[OUT[j]] = tile[j * SIDE + thread] * job.reciprocal;
+    } else if (job.divisor) {
+        COUNT(divide);
+        bool is_tiny = shared_words[4096] != 0u;
+        float divisor = (float)job.divisor;
+        UNROLL for (u32 j = 0u; j < SIDE; j++) {
+            v[OUT[j]] = divided(tile[j * SIDE + thread], divisor, job.reciprocal, is_tiny);
+        }
+    } else {
+        COUNT(divide_by_counts);
+        UNROLL for (u32 j = 0u; j < SIDE; j++) {
+            u32 count = (counts[j / 4u] >> (8u * (j % 4u))) & 0xFFu;
+            float sum = tile[j * SIDE + thread];
+            v[OUT[j]] = count > 1u ? sum / (float)count : sum;
+        }
+    }
+}
+
+template <int EPILOGUE>
+__device__ float stepped(const Job& job, float before, float average) {
+    if (EPILOGUE == STORE) return average;
+    float lr = (float)job.lr, kept = before * (float)job.keep;
+    if (EPILOGUE == PLAIN_STEP) return kept - average;
+    float step = __uint_as_float((__float_as_uint(average) & 0x80000000u) | __float_as_uint(lr));
+    return average != 0.0f ? kept - step : kept;
+}
+
+// Four or eight elements of a row.
+template <int EPILOGUE, int ELEMENT>
+__device__ Quad step_quad(const Job& job, Quad before, const float* averages) {
+    if (ELEMENT == FLOAT) {
+        Quad y = *(const Quad*)averages;
+        return {__float_as_uint(stepped<EPILOGUE>(job, __uint_as_float(before.x), __uint_as_float(y.x))),
+                __float_as_uint(stepped<EPILOGUE>(job, __uint_as_float(before.y), __uint_as_float(y.y))),
+                __float_as_uint(stepped<EPILOGUE>(job, __uint_as_float(before.z), __uint_as_float(y.z))),
+                __float_as_uint(stepped<EPILOGUE>(job, __uint_as_float(before.w), __uint_as_float(y.w)))};
+    }
+    u32 words[4] = {before.x, before.y, before.z, before.w};
+    UNROLL for (u32 i = 0u; i < 4u; i++) {
+        float low = half_value(ELEMENT, words[i] & 0xFFFFu), high = half_value(ELEMENT, words[i] >> 16);
+        u32 stepped_low = half_code(ELEMENT, stepped<EPILOGUE>(job, low, averages[2u * i]));
+        words[i] = stepped_low | (half_code(ELEMENT, stepped<EPILOGUE>(job, high, averages[2u * i + 1u])) << 16);
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+
+// Step a whole chunk by the averages in the tile, rows side by side, 16 bytes at a time. All loads of a batch come
+// before its stores: the compiler cannot know that rows do not overlap, and would wait for each.
+template <int EPILOGUE, int ELEMENT>
+__device__ void step_rows(const Job& job, char* memory, u64 pitch) {
+    const u32 NBYTES = ELEMENT == FLOAT ? 4u : 2u, NUMEL = 16u / NBYTES, ACROSS = SIDE / NUMEL, BATCH = 8u;
+    const u32 thread = threadIdx.x, down = thread / ACROSS, across = thread % ACROSS * NUMEL;
+    const float* averages = tile_floats() + down * PITCH + across;
+    const u64 step = NUMEL * pitch;
+    char *loaded = memory + down * pitch + across * NBYTES, *stored = loaded;
+    ROLLED for (u32 first = 0u; first < SIDE / NUMEL; first += BATCH) {
+        COUNT(row_trip);
+        Quad before[BATCH] = {};
+        UNROLL for (u32 i = 0u; i < BATCH; i++, loaded += step) {
+            if (EPILOGUE != STORE) before[i] = *(const Quad*)loaded;
+        }
+        UNROLL for (u32 i = 0u; i < BATCH; i++, stored += step) {
+            *(Quad*)stored = step_quad<EPILOGUE, ELEMENT>(job, before[i], averages);
+            averages += NUMEL * PITCH;
+        }
+    }
+}
+
+// Step a column of the tile at the rim, or one of rows that 16 bytes do not fit.
+template <int EPILOGUE, int ELEMENT>
+__device__ void step_column(const Job& job, char* column, u64 pitch, u32 rows) {
+    const u32 BATCH = 8u;
+    const float* averages = tile_floats() + threadIdx.x;
+    for (u32 first = 0u; first < rows; first += BATCH) {
+        COUNT(column_trip);
+        float before[BATCH];
+        UNROLL for (u32 i = 0u; i < BATCH; i++) {
+            before[i] = 0.0f;
+            if (EPILOGUE != STORE && first + i < rows) before[i] = read_element<ELEMENT>(column + (first + i) * pitch);
+        }
+        UNROLL for (u32 i = 0u; i < BATCH; i++) {
+            if (first + i >= rows) continue;
+            float after = stepped<EPILOGUE>(job, before[i], averages[(first + i) * PITCH]);
+            write(column + (first + i) * pitch, ELEMENT, 0, after);
+        }
+    }
+}
+
+// Step a chunk by the averages in the tile.
+template <int EPILOGUE, int ELEMENT>
+__device__ void step_tile(const Job& job, char* memory, u64 pitch, u32 rows, u32 cols) {
+    const u32 thread = threadIdx.x, NBYTES = ELEMENT == FLOAT ? 4u : 2u;
+    GLOBAL(memory);
+    if (rows == SIDE && cols >= SIDE && (((u64)memory | pitch) & 15u) == 0u) {
+        COUNT(rows);
+        step_rows<EPILOGUE, ELEMENT>(job, memory, pitch);
+    } else {
+        COUNT(columns);
+        step_column<EPILOGUE, ELEMENT>(job, memory + thread * NBYTES, pitch, thread < cols ? rows : 0u);
+    }
+}
+
+template <int EPILOGUE>
+__device__ void decode_tile(const Job& job, const Tensor& t, const Operand& at, Place place) {
+    const u32 thread = threadIdx.x, nbytes = element_nbytes(at.element);
+    const u64 pitch = (u64)t.cols * nbytes;
+    const u32 rows = min((u32)t.rows - place.row, SIDE), cols = (u32)t.cols - place.col;
+    char* memory = (char*)at.memory + place.row * pitch + (u64)place.col * nbytes;
+    float* tile = tile_floats();
+    float v[64];
+    load_averages(v, job, t, place.chunk);
+    idct64(v);
+    __syncthreads();
+    UNROLL for (u32 i = 0u; i < SIDE; i += 4u) {
+        *(Quad*)(tile + thread * PITCH + i) = {__float_as_uint(v[i]), __float_as_uint(v[i + 1u]),
+                                               __float_as_uint(v[i + 2u]), __float_as_uint(v[i + 3u])};
+    }
+    __syncthreads();
+    UNROLL for (u32 i = 0u; i < SIDE; i++) v[OUT[i]] = tile[i * PITCH + thread];
+    idct64(v);
+    UNROLL for (u32 i = 0u; i < SIDE; i++) tile[i * PITCH + thread] = v[i] * t.scale;
+    __syncthreads();
+    if (at.element == FLOAT) step_tile<EPILOGUE, FLOAT>(job, memory, pitch, rows, cols);
+    if (at.element == BFLOAT16) step_tile<EPILOGUE, BFLOAT16>(job, memory, pitch, rows, cols);
+    if (at.element == HALF) step_tile<EPILOGUE, HALF>(job, memory, pitch, rows, cols);
+}
