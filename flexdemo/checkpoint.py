@@ -234,8 +234,8 @@ class NodeAxis:
 
 def longest_on_node(lengths: Iterable[int], world: flexcomm.World) -> list[int]:
     """Return, number by number, the largest that any rank of this node has."""
-    mine = torch.tensor(list(lengths), dtype=torch.int64, device=world.device)
-    return list(world.intra.all_gather(mine).wait().amax(dim=0).tolist())
+    mine = torch.tensor(list(lengths), dtype=torch.int64)
+    return list(world.intra_control.all_gather(mine).wait().amax(dim=0).tolist())
 
 
 def required(saved: dict[str, Any], key: str) -> Tensor:

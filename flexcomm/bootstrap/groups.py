@@ -90,6 +90,18 @@ class GroupFactory:
             return host
         return PerDeviceTransport(host, self._torch(native, groups))
 
+    def make_control(
+        self, kind: TransportName | Transport, transport: Transport, groups: Sequence[Sequence[int]]
+    ) -> Transport:
+        """Return what carries settings and outcomes among the ranks of ``transport``, made of ``kind``: host tensors.
+
+        That is the transport itself, unless it carries one type of device's tensors only, or is the caller's, of which
+        nobody knows that.
+        """
+        if isinstance(kind, str) and find_native(kind) in (None, HOST):
+            return transport
+        return self.make("gloo" if self.comm is None else "mpi", groups)
+
     def clone(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
         if isinstance(kind, str):
             return self.make(kind, groups)
@@ -97,13 +109,14 @@ class GroupFactory:
         return clone()
 
     def wrap(self, group: dist.ProcessGroup, backend: str) -> Transport:
-        """Return a transport over a group that the caller made, and will destroy."""
-        if dist.get_world_size(group) == 1:
+        """Return a transport over a group that the caller made and will destroy, and for host tensors over another."""
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
-        return TorchTransport(group, backend, self.timeout_s)
+        return self._with_host(TorchTransport(group, backend, self.timeout_s), ranks)
 
     def join(self, ranks: Sequence[int], backend: str) -> Transport:
-        """Return a transport of ``ranks``, who alone call it. It is never closed.
+        """Return a transport of ``ranks``, who alone call it, for host tensors, too. It is never closed.
 
         [Note: group names] torch names a group that only its members make by its ranks and the number of groups that
         this process is in. Ranks that are in different numbers of groups never meet, and a name comes back after a
@@ -111,7 +124,12 @@ class GroupFactory:
         """
         if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
-        return TorchTransport(self._new_group(ranks, backend, members_only=True), backend, self.timeout_s)
+        group = self._new_group(ranks, backend, members_only=True)
+        return self._with_host(TorchTransport(group, backend, self.timeout_s), ranks)
+
+    def _with_host(self, transport: TorchTransport, ranks: Sequence[int]) -> Transport:
+        is_host = find_native(transport.name) is HOST
+        return transport if is_host else PerDeviceTransport(self.join(ranks, "gloo"), transport)
 
     def _mpi(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]]) -> MPITransport:
         color = self._own(groups)
