@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -26,10 +27,19 @@ class DeviceKind:
     has_streams: bool  # work on it is queued, so that the host must wait before it reads
     has_pinned_memory: bool  # copies to and from pinned host memory are queued, too
     profiler_range: Callable[[str], AbstractContextManager[object]] | None = None  # shown by the vendor's profiler
+    uuid: Callable[[torch.device], str] | None = None  # of a device; None: its index tells it apart on its host
 
 
 HOST = DeviceKind("cpu", kernels="cpu", backend="gloo", has_streams=False, has_pinned_memory=False)
-CUDA = DeviceKind("cuda", "gpu", "nccl", has_streams=True, has_pinned_memory=True, profiler_range=torch.cuda.nvtx.range)
+CUDA = DeviceKind(
+    "cuda",
+    kernels="gpu",
+    backend="nccl",
+    has_streams=True,
+    has_pinned_memory=True,
+    profiler_range=torch.cuda.nvtx.range,
+    uuid=lambda device: str(torch.cuda.get_device_properties(device).uuid),
+)
 _LARGEST_REUSED = 32 << 20  # bytes that malloc may hold for another time; what is larger is mapped anew
 KINDS = {kind.name: kind for kind in (HOST, CUDA)}
 
@@ -69,6 +79,12 @@ def own_device(local_rank: int) -> torch.device:
     device = torch.device(kind.name, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device)
     return device
+
+
+def identify(device: torch.device) -> str:
+    """Return what no other device has, of this host or another; indices depend on which ones a process may see."""
+    uuid = KINDS[device.type].uuid
+    return f"{device.type} {device.index if uuid is None else uuid(device)} on {socket.gethostname()}"
 
 
 def current_device(device_type: str) -> torch.device:

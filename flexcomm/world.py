@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from flexcomm.bootstrap.consistency import ConsistencyCheck
-from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport_argument
+from flexcomm.bootstrap.consistency import ConsistencyCheck, digest_of
+from flexcomm.bootstrap.groups import (
+    GroupFactory,
+    TransportName,
+    check_devices_are_apart,
+    check_timeout,
+    check_transport_argument,
+)
 from flexcomm.bootstrap.job import abort_job_on_exception, join_mpi_job, place_in_shared_memory
-from flexcomm.device import backend_for, current_device, native_backend, own_device
+from flexcomm.device import HOST, backend_for, current_device, find_native, identify, native_backend, own_device
 from flexcomm.errors import ConfigMismatchError, TopologyError, TransportUnavailableError
 from flexcomm.stats import SyncRecord
 from flexcomm.topology import (
@@ -205,7 +211,8 @@ def connect(
         ConfigMismatchError: ranks passed different arguments; of a transport, its type and name are compared.
         InvalidArgumentError: there is no such transport, or the object has not all methods of one.
         TopologyError: nodes hold different numbers of ranks, or a transport of your own joins others. On all ranks.
-        TransportUnavailableError: the machine lacks what was named, or the ranks could not be joined in time.
+        TransportUnavailableError: the machine lacks what was named, NCCL was named but ranks share a device, or the
+            ranks could not be joined in time.
 
     Example::
 
@@ -265,6 +272,10 @@ def assemble(
     check_passed_transports(topology, intra, inter, control)
     # `ranks_per_node` may split a host into several nodes, whose local ranks must not meet on one device.
     device = own_device(topology.local_rank if rank_info.local_rank is None else rank_info.local_rank)
+    if native_backend() is not None:
+        devices = gather_devices(control, device)
+        intra = factory.avoid_shared_devices("intra", intra, topology.members, devices)
+        inter = factory.avoid_shared_devices("inter", inter, topology.inter_groups, devices)
     made = factory.make(intra, topology.members), factory.make(inter, topology.inter_groups)
     world = World(
         topology,
@@ -284,6 +295,12 @@ def assemble(
     )
     log.info("%r", world)
     return world
+
+
+def gather_devices(control: Transport, device: torch.device) -> list[bytes]:
+    """Return digests that are equal for ranks on one device, by rank."""
+    own = torch.frombuffer(bytearray(digest_of(identify(device))), dtype=torch.uint8)
+    return [row.numpy().tobytes() for row in control.all_gather(own).wait()]
 
 
 def check_passed_transports(
@@ -324,7 +341,7 @@ def connect_mesh(
         ConfigMismatchError: ranks passed different arguments, or meshes.
         InvalidArgumentError: ``timeout_s`` is not a positive number.
         TopologyError: the mesh has other axes, or this rank is not in it.
-        TransportUnavailableError: the ranks could not be joined in time.
+        TransportUnavailableError: ranks share a device, or could not be joined in time.
 
     Example::
 
@@ -344,6 +361,11 @@ def connect_mesh(
     consistency = ConsistencyCheck(control)
     consistency.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
     groups, members_of = (mesh.get_group(intra), mesh.get_group(inter)), dist.get_process_group_ranks
+    device = current_device(mesh.device_type)
+    if find_native(backend) is not HOST:
+        devices = gather_devices(control, device)
+        check_devices_are_apart("intra", backend, topology.members, devices)
+        check_devices_are_apart("inter", backend, topology.inter_groups, devices)
     # They carry host tensors, too, such as parameters that FSDP keeps on the host, and so need no others for control.
     wrapped = factory.wrap(groups[0], backend), factory.wrap(groups[1], backend)
     return World(
@@ -351,7 +373,7 @@ def connect_mesh(
         *wrapped,
         control,
         *wrapped,
-        current_device(mesh.device_type),
+        device,
         consistency,
         _clone=lambda: (factory.join(members_of(groups[0]), backend), factory.join(members_of(groups[1]), backend)),
         _closers=factory.closers,

@@ -59,6 +59,17 @@ def test_a_kind_of_device_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels(torch.device("xpu")).name == "staged"
 
 
+def test_a_device_is_told_from_others_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that see one device each call all of them number 0."""
+    uuids = ["a", "b"]
+    row = device.DeviceKind("xpu", "staged", "xccl", True, True, uuid=lambda one: uuids[one.index])
+    monkeypatch.setitem(device.KINDS, "xpu", row)
+    first, second = device.identify(torch.device("xpu", 0)), device.identify(torch.device("xpu", 1))
+    assert (first.split(" on ")[0], second.split(" on ")[0]) == ("xpu a", "xpu b")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert device.identify(torch.device("xpu", 0)) == "xpu a on elsewhere" != first
+
+
 def test_the_transports_people_can_name_are_those_of_the_table() -> None:
     backends = {kind.backend for kind in device.KINDS.values()} - {None}
     assert set(get_args(TransportName)) == {"auto", "mpi"} | backends
