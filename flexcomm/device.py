@@ -67,6 +67,10 @@ def backends_of_default_group() -> str:
     return f"{HOST.name}:{HOST.backend},{kind.name}:{native}" if kind and native else str(HOST.backend)
 
 
+def is_on_host(x: Tensor) -> bool:
+    return x.device.type == HOST.name
+
+
 def find_native(backend: str) -> DeviceKind | None:
     return next((kind for kind in KINDS.values() if kind.backend == backend), None)
 
@@ -79,6 +83,15 @@ def own_device(local_rank: int) -> torch.device:
     device = torch.device(kind.name, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device)
     return device
+
+
+def enter_device(device: torch.device) -> None:
+    """Make a device current in this thread, also for libraries that look for a context of the driver."""
+    if KINDS[device.type].has_streams:
+        torch.accelerator.set_device_index(device.index)
+        # In a new thread the first device is current, so that this did nothing there, but its context is not entered
+        # before something is asked of it.
+        torch.accelerator.current_stream(device).query()
 
 
 def identify(device: torch.device) -> str:

@@ -37,8 +37,8 @@ class TorchTransport(BufferTransport):
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _reaches(self, x: Tensor, *, summed: bool) -> bool:
-        del summed
+    def _reaches(self, x: Tensor, verb: str) -> bool:
+        del verb
         is_native = x.device.type == self._device_type
         if self._device_type != HOST.name and not is_native:
             raise InvalidTensorError(
