@@ -287,10 +287,11 @@ class ResidualShard(NamedTuple):
 def load_residuals(taken: Iterable[tuple[ResidualShard, Tensor]]) -> None:
     """Load what was taken; if taking raises, nothing has changed."""
     states: dict[flexcomm.Residuals, dict[str, Tensor]] = {}
-    for (residuals, _, shard, _, _), state in taken:
+    for (residuals, device, shard, _, _), state in taken:
         by_name = states.setdefault(residuals, {})
         if shard is not None:
-            by_name[shard.spec.name] = state
+            # Where the tensors are, whatever the device that the file was loaded to.
+            by_name[shard.spec.name] = state.to(device)
     for residuals, by_name in states.items():
         residuals.load_state_dict(by_name)
 
