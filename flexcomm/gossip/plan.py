@@ -80,7 +80,9 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
         buffer_plan = plan_buffer(specs, compressor)
         gamma = _choose_gamma(compressor, shapes, gamma)
     gamma = 1.0 if gamma is None else gamma
+    device = tensors[0].device if tensors else world.device
     fields = {
+        "device": device.type,
         "tensors to be mixed": [(list(x.shape), str(x.dtype)) for x in tensors],
         "schedule": schedule.digest,
         "gamma": gamma,
@@ -92,7 +94,6 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
     # Ranks of a node may hold shards of unequal lengths.
     (world.agree_inter if settings.sharded else world.agree)(fields)
     digest = int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little", signed=True)
-    device = tensors[0].device if tensors else world.device
     communicators = engine_of(world).communicators
     # A thread enqueues on one stream: tensors of the host and of devices have communicators of their own.
     communicator = f"{settings.communicator} of {device.type}"
