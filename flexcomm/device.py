@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from flexcomm.errors import DeadlineExceededError
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ CUDA = DeviceKind(
     uuid=lambda device: str(torch.cuda.get_device_properties(device).uuid),
 )
 _LARGEST_REUSED = 32 << 20  # bytes that malloc may hold for another time; what is larger is mapped anew
+_SPIN_S = 0.002  # a wait for a device only yields between its questions for so long; then it sleeps
+_LONGEST_SLEEP_S = 0.0005
 KINDS = {kind.name: kind for kind in (HOST, CUDA)}
 
 
@@ -126,9 +132,35 @@ def may_pin_for(x: Tensor) -> bool:
     return KINDS[x.device.type].has_pinned_memory
 
 
-def synchronize_stream(device: torch.device) -> None:
-    if KINDS[device.type].has_streams:
-        torch.accelerator.current_stream(device).synchronize()
+def synchronize_stream(device: torch.device, timeout_s: float) -> None:
+    """Return when the device has done all that its current stream was given to do; raise as :func:`wait_event`."""
+    wait_event(record_event(device), timeout_s)
+
+
+def wait_event(event: torch.Event | None, timeout_s: float) -> None:
+    """Return when the device has come to ``event``; at once, if that is None, as of devices without streams.
+
+    To synchronise with the event would be to block for ever where a collective before it waits for a rank that is gone.
+
+    Raises:
+        DeadlineExceededError: it has not after ``timeout_s``. Its work is still under way.
+
+    """
+    if event is None:
+        return
+    start_s = time.monotonic()
+    while not event.query():
+        waited_s = time.monotonic() - start_s
+        if waited_s > timeout_s:
+            raise DeadlineExceededError(
+                f"the device did not finish: waited {timeout_s:g} s for what was enqueued on it, such as a collective. "
+                f"A rank is slow, stopped, or in another call; its own output tells which. Or pass a larger timeout_s "
+                f"to flexcomm.connect."
+            )
+        if waited_s < _SPIN_S:
+            os.sched_yield()  # Not `time.sleep(0)`, which the kernel's timer slack makes 50 us long.
+        else:
+            time.sleep(min(_LONGEST_SLEEP_S, waited_s / 10))
 
 
 def make_stream(device: torch.device) -> torch.Stream | None:

@@ -143,7 +143,7 @@ class MPITransport(BufferTransport):
         self._check_open()
         devices = {buffer.device for buffer in buffers}
         for device in devices:
-            synchronize_stream(device)
+            synchronize_stream(device, self.timeout_s)
         try:
             return start_request(chains, str(self), devices)
         except MPI.Exception as error:

@@ -148,7 +148,7 @@ class BufferTransport(ABC):
         if self._reaches(x, verb):
             return flat.contiguous()
         staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=may_pin_for(x)).copy_(flat, non_blocking=True)
-        synchronize_stream(x.device)
+        synchronize_stream(x.device, self.timeout_s)
         return staged
 
     def _source_and_place(

@@ -108,7 +108,9 @@ class TorchRequest:
         for work in self._works:
             try:
                 if self._transport.name == "nccl":
-                    work.wait()  # A timeout would make the host wait for the device. The group's watchdog has one.
+                    # A timeout would make the host wait for the device here. Whoever reads the result does that, by
+                    # `device.wait_event`; and the group's watchdog ends the process later.
+                    work.wait()
                 else:
                     work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))
             except RuntimeError as error:

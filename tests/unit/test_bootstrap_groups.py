@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -50,6 +51,16 @@ def test_the_host_joins_what_nccl_cannot(kind: TransportName, chosen: str) -> No
 def test_a_transport_that_was_passed_is_nobody_elses_business() -> None:
     factory, own = GroupFactory(RankInfo("torch", 1, 4), None, 1.0), LoopbackTransport()
     assert factory.avoid_shared_devices("intra", own, NODES, "aaaa") is own
+
+
+@pytest.mark.parametrize(("backend", "given_s"), [("gloo", 30.0), ("nccl", 60.0)])
+def test_a_wait_raises_before_nccl_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, backend: str, given_s: float
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr("torch.distributed.new_group", lambda _, timeout, *__, **___: given.append(timeout))
+    GroupFactory(RankInfo("torch", 0, 2), None, 30.0)._new_group([0, 1], backend)
+    assert given == [timedelta(seconds=given_s)]
 
 
 def test_settings_do_not_travel_over_nccl() -> None:
