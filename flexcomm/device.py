@@ -31,6 +31,7 @@ class DeviceKind:
     has_streams: bool  # work on it is queued, so that the host must wait before it reads
     has_pinned_memory: bool  # copies to and from pinned host memory are queued, too
     profiler_range: Callable[[str], AbstractContextManager[object]] | None = None  # shown by the vendor's profiler
+    extra: str = ""  # what installs the library of its kernels, if the default install has not got it
     uuid: Callable[[torch.device], str] | None = None  # of a device; None: its index tells it apart on its host
 
 
@@ -42,6 +43,7 @@ CUDA = DeviceKind(
     has_streams=True,
     has_pinned_memory=True,
     profiler_range=torch.cuda.nvtx.range,
+    extra="flexcomm[cuda13], or flexcomm[cuda12] for a driver of CUDA 12",
     uuid=lambda device: str(torch.cuda.get_device_properties(device).uuid),
 )
 _LARGEST_REUSED = 32 << 20  # bytes that malloc may hold for another time; what is larger is mapped anew

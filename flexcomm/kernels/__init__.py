@@ -68,7 +68,6 @@ _SETS = {
     "staged": ("numba", "StagedKernels"),
 }
 """Kernel sets by name, which is their module's: the library that must be installed, and the class."""
-_EXTRAS = {"cupy": "flexcomm[cuda13], or flexcomm[cuda12] for a driver of CUDA 12"}
 
 
 def choose_kernels(device: torch.device, name: str | None = None) -> Kernels:
@@ -82,7 +81,8 @@ def choose_kernels(device: torch.device, name: str | None = None) -> Kernels:
 
 @lru_cache(maxsize=16)
 def _choose(device_type: str, forced: str) -> Kernels:
-    own = KINDS[device_type].kernels if device_type in KINDS else "reference"
+    kind = KINDS.get(device_type)
+    own = "reference" if kind is None else kind.kernels
     if (forced or own) not in _SETS:
         raise InvalidArgumentError(f"there are no kernels {forced!r}; choose from {', '.join(_SETS)}.")
     if forced and forced not in (own, "reference", "staged"):
@@ -93,15 +93,16 @@ def _choose(device_type: str, forced: str) -> Kernels:
     wanted = [forced] if forced else [own, *(["staged"] if device_type != HOST.name else []), "reference"]
     name = next((one for one in wanted if find_spec(_SETS[one][0]) is not None), None)
     library = _SETS[wanted[0]][0]
+    advice = kind.extra if kind is not None and kind.extra and wanted[0] == own else library
     if name is None:
-        raise InvalidArgumentError(f"the {forced} kernels need {library}: install {_EXTRAS.get(library, library)}.")
+        raise InvalidArgumentError(f"the {forced} kernels need {library}: install {advice}.")
     if name != wanted[0]:
         _log.warning(
             "%s is not installed, so %s tensors are %s: install %s",
             library,
             device_type,
             "copied to the host and compressed there" if name == "staged" else "compressed by the slow reference",
-            _EXTRAS.get(library, library),
+            advice,
         )
     if not forced:
         _log.info("%s tensors are compressed by the %s kernels", device_type, name)
