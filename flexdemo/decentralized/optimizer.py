@@ -301,10 +301,11 @@ class DecentralizedOptimizer(Optimizer):
         # Set by torch's GradScaler during the step.
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None:
+            found = torch.tensor(float(found_inf))
             # Other ranks may have found infinity in their shards of this replica.
             if self._world.intra.size > 1 and any(bucket.node_averaged for bucket in self._buckets):
-                found_inf = self._world.intra.all_reduce(found_inf.reshape(1).clone()).wait()
-            self._skips = bool(found_inf.item())
+                self._world.intra_control.all_reduce(found).wait()
+            self._skips = bool(found)
         if scale is not None and self._overlap == "backward":
             raise InvalidArgumentError(
                 "GradScaler unscales gradients after the backward pass, but overlap='backward' steps on them before: "
