@@ -108,9 +108,7 @@ class TorchRequest:
         for work in self._works:
             try:
                 if self._transport.name == "nccl":
-                    # A timeout would make the host wait for the device here. Whoever reads the result does that, by
-                    # `device.wait_event`; and the group's watchdog ends the process later.
-                    work.wait()
+                    work.wait()  # A timeout would make the host wait for the device. The group's watchdog has one.
                 else:
                     work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))
             except RuntimeError as error:
