@@ -46,12 +46,13 @@ class BufferTransport(ABC):
     """A base for transports: a backend says which memory it reaches, and starts work on flat buffers.
 
     Its methods ``_start_...`` are called after all checks. An input buffer never overlaps an output; messages to this
-    rank itself are copied here.
+    rank itself are copied here. Those of gathers also get the caller's tensor, of which the input may be a copy: ranks
+    may differ in the memory their backends reach, but must start the same work.
     """
 
     name: str
-    _start_all_gather: Callable[[Tensor, Tensor], Request]
-    _start_all_gatherv: Callable[[Tensor, Tensor, Sequence[int]], Request]
+    _start_all_gather: Callable[[Tensor, Tensor, Tensor], Request]
+    _start_all_gatherv: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Request]
     _start_all_reduce: Callable[[Tensor], Request]
     _start_reduce_scatter: Callable[[Tensor, Tensor], Request]
     _start_broadcast: Callable[[Tensor, int], Request]
@@ -67,7 +68,7 @@ class BufferTransport(ABC):
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         source, place = self._source_and_place("all_gather", x, (self.size, *x.shape), out)
-        request = self._start_all_gather(source, place.buffer)
+        request = self._start_all_gather(source, place.buffer, x)
         return Operation("all_gather", self, request, place.deliver, (source, place))
 
     def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
@@ -81,7 +82,7 @@ class BufferTransport(ABC):
                 f"{counts[self.rank]}. Pass x[:counts[rank]], and the same counts on every rank."
             )
         source, place = self._source_and_place("all_gatherv", x, (sum(counts),), out)
-        request = self._start_all_gatherv(source, place.buffer, counts)
+        request = self._start_all_gatherv(source, place.buffer, x, counts)
         return Operation(
             "all_gatherv", self, request, lambda: torch.split(place.deliver(), list(counts)), (source, place)
         )

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,14 @@ class PickyComm:
         return checked
 
 
-@pytest.mark.parametrize("is_aware", [True, False])
+@pytest.mark.parametrize(
+    "aware", [lambda _: True, lambda _: False, lambda rank: rank % 2 == 0], ids=["all", "none", "even"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_device_memory_is_handed_to_sends_and_receives_of_a_gpu_aware_mpi_alone(
-    monkeypatch: pytest.MonkeyPatch, is_aware: bool, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, aware: Callable[[int], bool], dtype: torch.dtype
 ) -> None:
-    device = Device()
+    device, is_aware = Device(), aware(MPI.COMM_WORLD.Get_rank())
     monkeypatch.setattr(mpi_module, "is_on_host", lambda x: not device.holds(x.untyped_storage().data_ptr()))
     monkeypatch.setattr(mpi_module, "mpi_is_gpu_aware", lambda: is_aware)
     comm: Any = PickyComm(MPI.COMM_WORLD.Dup(), device)
