@@ -135,14 +135,14 @@ def may_pin_for(x: Tensor) -> bool:
 
 
 def synchronize_stream(device: torch.device, timeout_s: float) -> None:
-    """Return when the device has done all that its current stream was given to do; raise as :func:`wait_event`."""
-    wait_event(record_event(device), timeout_s)
+    """Return when the device has done all that its current stream was given to do; raise as :func:`synchronize_event`."""
+    synchronize_event(record_event(device), timeout_s)
 
 
-def wait_event(event: torch.Event | None, timeout_s: float) -> None:
+def synchronize_event(event: torch.Event | None, timeout_s: float) -> None:
     """Return when the device has come to ``event``; at once, if that is None, as of devices without streams.
 
-    To synchronise with the event would be to block for ever where a collective before it waits for a rank that is gone.
+    The event's own ``synchronize`` blocks for ever where a collective before it waits for a rank that is gone.
 
     Raises:
         DeadlineExceededError: it has not after ``timeout_s``. Its work is still under way.

@@ -82,7 +82,6 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
     gamma = 1.0 if gamma is None else gamma
     device = tensors[0].device if tensors else world.device
     fields = {
-        "device": device.type,
         "tensors to be mixed": [(list(x.shape), str(x.dtype)) for x in tensors],
         "schedule": schedule.digest,
         "gamma": gamma,
@@ -90,6 +89,7 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
         "push-sum": settings.has_push_sum,
         "sharded": settings.sharded,
         "communicator": settings.communicator,
+        "device": device.type,
     }
     # Ranks of a node may hold shards of unequal lengths.
     (world.agree_inter if settings.sharded else world.agree)(fields)

@@ -24,7 +24,7 @@ def test_the_host_has_a_row_and_needs_no_streams() -> None:
     assert "meta" not in device.KINDS
     assert device.make_stream(HOST) is device.record_event(HOST) is None
     device.synchronize_stream(HOST, timeout_s=0.0)
-    device.wait_event(None, timeout_s=0.0)
+    device.synchronize_event(None, timeout_s=0.0)
     device.wait_stream(HOST, None)
     with device.use_stream(None, None):
         pass
@@ -87,7 +87,7 @@ class FakeEvent:
 @pytest.mark.parametrize("questions", [0, 1, 5, 2000])
 def test_an_event_is_waited_for_until_the_device_has_come_to_it(questions: int) -> None:
     event: Any = FakeEvent(questions)
-    device.wait_event(event, timeout_s=60.0)
+    device.synchronize_event(event, timeout_s=60.0)
     assert event.asked == questions + 1
 
 
@@ -95,7 +95,7 @@ def test_a_device_that_does_not_finish_is_waited_for_no_longer_than_the_deadline
     event: Any = FakeEvent(None)
     start_s = time.monotonic()
     with pytest.raises(flexcomm.DeadlineExceededError, match=r"the device did not finish: waited 0\.05 s"):
-        device.wait_event(event, timeout_s=0.05)
+        device.synchronize_event(event, timeout_s=0.05)
     assert event.asked > 1
     assert time.monotonic() - start_s >= 0.05
 
