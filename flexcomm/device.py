@@ -135,7 +135,7 @@ def may_pin_for(x: Tensor) -> bool:
 
 
 def synchronize_stream(device: torch.device, timeout_s: float) -> None:
-    """Return when the device has done all that its current stream was given to do; raise as :func:`synchronize_event`."""
+    """Do as :func:`synchronize_event` does, of all that the device's current stream was given to do."""
     synchronize_event(record_event(device), timeout_s)
 
 
