@@ -38,8 +38,12 @@ LAWS: dict[str, Callable[[World], object]] = {
 
 
 def elsewhere(law: Callable[[World], object], world: World) -> None:
-    # A device that this machine need not have: whatever was put there would raise.
-    law(replace(world, device=torch.device("cuda", 17)))
+    mesh_of = hook_laws.mesh_of
+    with pytest.MonkeyPatch.context() as patch:
+        # FSDP puts what it shards on the type of device of its mesh.
+        patch.setattr(hook_laws, "mesh_of", lambda _: mesh_of(world))
+        # A device that this machine need not have: whatever was put there would raise.
+        law(replace(world, device=torch.device("cuda", 17)))
 
 
 @pytest.mark.parametrize("law", LAWS)
