@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from flexcomm.errors import DeadlineExceededError
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,24 @@ class DeviceKind:
     has_streams: bool  # work on it is queued, so that the host must wait before it reads
     has_pinned_memory: bool  # copies to and from pinned host memory are queued, too
     profiler_range: Callable[[str], AbstractContextManager[object]] | None = None  # shown by the vendor's profiler
+    extra: str = ""  # what installs the library of its kernels, if the default install has not got it
+    uuid: Callable[[torch.device], str] | None = None  # of a device; None: its index tells it apart on its host
 
 
 HOST = DeviceKind("cpu", kernels="cpu", backend="gloo", has_streams=False, has_pinned_memory=False)
-CUDA = DeviceKind("cuda", "gpu", "nccl", has_streams=True, has_pinned_memory=True, profiler_range=torch.cuda.nvtx.range)
+CUDA = DeviceKind(
+    "cuda",
+    kernels="gpu",
+    backend="nccl",
+    has_streams=True,
+    has_pinned_memory=True,
+    profiler_range=torch.cuda.nvtx.range,
+    extra="flexcomm[cuda13], or flexcomm[cuda12] for a driver of CUDA 12",
+    uuid=lambda device: str(torch.cuda.get_device_properties(device).uuid),
+)
 _LARGEST_REUSED = 32 << 20  # bytes that malloc may hold for another time; what is larger is mapped anew
+_SPIN_S = 0.002  # a wait for a device only yields between its questions for so long; then it sleeps
+_LONGEST_SLEEP_S = 0.0005
 KINDS = {kind.name: kind for kind in (HOST, CUDA)}
 
 
@@ -57,6 +75,10 @@ def backends_of_default_group() -> str:
     return f"{HOST.name}:{HOST.backend},{kind.name}:{native}" if kind and native else str(HOST.backend)
 
 
+def is_on_host(x: Tensor) -> bool:
+    return x.device.type == HOST.name
+
+
 def find_native(backend: str) -> DeviceKind | None:
     return next((kind for kind in KINDS.values() if kind.backend == backend), None)
 
@@ -69,6 +91,21 @@ def own_device(local_rank: int) -> torch.device:
     device = torch.device(kind.name, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device)
     return device
+
+
+def enter_device(device: torch.device) -> None:
+    """Make a device current in this thread, also for libraries that look for a context of the driver."""
+    if KINDS[device.type].has_streams:
+        torch.accelerator.set_device_index(device.index)
+        # In a new thread the first device is current, so that this did nothing there, but its context is not entered
+        # before something is asked of it.
+        torch.accelerator.current_stream(device).query()
+
+
+def identify(device: torch.device) -> str:
+    """Return what no other device has, of this host or another; indices depend on which ones a process may see."""
+    uuid = KINDS[device.type].uuid
+    return f"{device.type} {device.index if uuid is None else uuid(device)} on {socket.gethostname()}"
 
 
 def current_device(device_type: str) -> torch.device:
@@ -97,9 +134,35 @@ def may_pin_for(x: Tensor) -> bool:
     return KINDS[x.device.type].has_pinned_memory
 
 
-def synchronize_stream(device: torch.device) -> None:
-    if KINDS[device.type].has_streams:
-        torch.accelerator.current_stream(device).synchronize()
+def synchronize_stream(device: torch.device, timeout_s: float) -> None:
+    """Do as :func:`synchronize_event` does, of all that the device's current stream was given to do."""
+    synchronize_event(record_event(device), timeout_s)
+
+
+def synchronize_event(event: torch.Event | None, timeout_s: float) -> None:
+    """Return when the device has come to ``event``; at once, if that is None, as of devices without streams.
+
+    The event's own ``synchronize`` blocks for ever where a collective before it waits for a rank that is gone.
+
+    Raises:
+        DeadlineExceededError: it has not after ``timeout_s``. Its work is still under way.
+
+    """
+    if event is None:
+        return
+    start_s = time.monotonic()
+    while not event.query():
+        waited_s = time.monotonic() - start_s
+        if waited_s > timeout_s:
+            raise DeadlineExceededError(
+                f"the device did not finish: waited {timeout_s:g} s for what was enqueued on it, such as a collective. "
+                f"A rank is slow, stopped, or in another call; its own output tells which. Or pass a larger timeout_s "
+                f"to flexcomm.connect."
+            )
+        if waited_s < _SPIN_S:
+            os.sched_yield()  # Not `time.sleep(0)`, which the kernel's timer slack makes 50 us long.
+        else:
+            time.sleep(min(_LONGEST_SLEEP_S, waited_s / 10))
 
 
 def make_stream(device: torch.device) -> torch.Stream | None:

@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from flexcomm.bootstrap.consistency import ConsistencyCheck
-from flexcomm.bootstrap.groups import GroupFactory, TransportName, check_timeout, check_transport_argument
+from flexcomm.bootstrap.consistency import ConsistencyCheck, digest_of
+from flexcomm.bootstrap.groups import (
+    GroupFactory,
+    TransportName,
+    check_devices_are_apart,
+    check_timeout,
+    check_transport_argument,
+)
 from flexcomm.bootstrap.job import abort_job_on_exception, join_mpi_job, place_in_shared_memory
-from flexcomm.device import backend_for, current_device, native_backend, own_device
+from flexcomm.device import HOST, backend_for, current_device, find_native, identify, native_backend, own_device
 from flexcomm.errors import ConfigMismatchError, TopologyError, TransportUnavailableError
 from flexcomm.stats import SyncRecord
 from flexcomm.topology import (
@@ -52,15 +58,18 @@ log = logging.getLogger(__name__)
 class World:
     """All ranks of a job.
 
-    ``intra`` joins the ranks of this node, ``inter`` those that hold this local rank on every node, ``control`` all
-    ranks through host memory, for settings and outcomes. A ``with`` block closes the world at its end, but not after an
-    exception: closing takes all ranks, and the others may be waiting elsewhere.
+    ``intra`` joins the ranks of this node, ``inter`` those that hold this local rank on every node, and they carry the
+    data. Settings and outcomes are host tensors, which not all of these carry: ``control`` joins all ranks through host
+    memory, ``intra_control`` and ``inter_control`` those of ``intra`` and ``inter``. A ``with`` block closes the world
+    at its end, but not after an exception: closing takes all ranks, and the others may be waiting elsewhere.
     """
 
     topology: Topology
     intra: Transport
     inter: Transport
     control: Transport
+    intra_control: Transport
+    inter_control: Transport
     device: torch.device
     _consistency: ConsistencyCheck
     _clone: Callable[[], tuple[Transport, Transport]]  # makes a second transport for `intra` and for `inter`
@@ -70,7 +79,7 @@ class World:
     _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=256))
 
     def __post_init__(self) -> None:
-        self._inter_consistency = ConsistencyCheck(self.inter)
+        self._inter_consistency = ConsistencyCheck(self.inter_control)
 
     def __repr__(self) -> str:
         intra, inter = describe_transport(self.intra), describe_transport(self.inter)
@@ -105,7 +114,14 @@ class World:
         """Return this rank's node as a world of its own, which ends with this one. All nodes use theirs alike."""
         inter = LoopbackTransport(self.inter.timeout_s)
         topology = replace(self.topology, members=(self.topology.members[self.topology.node],))
-        return replace(self, topology=topology, inter=inter, _cannot_clone="a part of a world", _closers=ExitStack())
+        return replace(
+            self,
+            topology=topology,
+            inter=inter,
+            inter_control=inter,
+            _cannot_clone="a part of a world",
+            _closers=ExitStack(),
+        )
 
     @property
     def can_clone_groups(self) -> bool:
@@ -146,7 +162,14 @@ class World:
             return cloned_intra, inter(cloned_inter)
 
         consistency = ConsistencyCheck(new_control)
-        return replace(self, inter=inter(self.inter), control=new_control, _consistency=consistency, _clone=clone)
+        return replace(
+            self,
+            inter=inter(self.inter),
+            inter_control=inter(self.inter_control),
+            control=new_control,
+            _consistency=consistency,
+            _clone=clone,
+        )
 
     def at_close(self, closer: Callable[[], None]) -> None:
         """Have ``closer`` called first when this world is closed."""
@@ -188,7 +211,8 @@ def connect(
         ConfigMismatchError: ranks passed different arguments; of a transport, its type and name are compared.
         InvalidArgumentError: there is no such transport, or the object has not all methods of one.
         TopologyError: nodes hold different numbers of ranks, or a transport of your own joins others. On all ranks.
-        TransportUnavailableError: the machine lacks what was named, or the ranks could not be joined in time.
+        TransportUnavailableError: the machine lacks what was named, NCCL was named but ranks share a device, or the
+            ranks could not be joined in time.
 
     Example::
 
@@ -248,11 +272,17 @@ def assemble(
     check_passed_transports(topology, intra, inter, control)
     # `ranks_per_node` may split a host into several nodes, whose local ranks must not meet on one device.
     device = own_device(topology.local_rank if rank_info.local_rank is None else rank_info.local_rank)
+    if native_backend() is not None:
+        devices = gather_devices(control, device)
+        intra = factory.avoid_shared_devices("intra", intra, topology.members, devices)
+        inter = factory.avoid_shared_devices("inter", inter, topology.inter_groups, devices)
+    made = factory.make(intra, topology.members), factory.make(inter, topology.inter_groups)
     world = World(
         topology,
-        factory.make(intra, topology.members),
-        factory.make(inter, topology.inter_groups),
+        *made,
         control,
+        factory.make_control(intra, made[0], topology.members),
+        factory.make_control(inter, made[1], topology.inter_groups),
         device,
         consistency,
         _clone=lambda: (factory.clone(intra, topology.members), factory.clone(inter, topology.inter_groups)),
@@ -265,6 +295,12 @@ def assemble(
     )
     log.info("%r", world)
     return world
+
+
+def gather_devices(control: Transport, device: torch.device) -> list[bytes]:
+    """Return digests that are equal for ranks on one device, by rank."""
+    own = torch.frombuffer(bytearray(digest_of(identify(device))), dtype=torch.uint8)
+    return [row.numpy().tobytes() for row in control.all_gather(own).wait()]
 
 
 def check_passed_transports(
@@ -305,7 +341,7 @@ def connect_mesh(
         ConfigMismatchError: ranks passed different arguments, or meshes.
         InvalidArgumentError: ``timeout_s`` is not a positive number.
         TopologyError: the mesh has other axes, or this rank is not in it.
-        TransportUnavailableError: the ranks could not be joined in time.
+        TransportUnavailableError: ranks share a device, or could not be joined in time.
 
     Example::
 
@@ -325,12 +361,19 @@ def connect_mesh(
     consistency = ConsistencyCheck(control)
     consistency.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
     groups, members_of = (mesh.get_group(intra), mesh.get_group(inter)), dist.get_process_group_ranks
+    device = current_device(mesh.device_type)
+    if find_native(backend) is not HOST:
+        devices = gather_devices(control, device)
+        check_devices_are_apart("intra", backend, topology.members, devices)
+        check_devices_are_apart("inter", backend, topology.inter_groups, devices)
+    # They carry host tensors, too, such as parameters that FSDP keeps on the host, and so need no others for control.
+    wrapped = factory.wrap(groups[0], backend), factory.wrap(groups[1], backend)
     return World(
         topology,
-        factory.wrap(groups[0], backend),
-        factory.wrap(groups[1], backend),
+        *wrapped,
         control,
-        current_device(mesh.device_type),
+        *wrapped,
+        device,
         consistency,
         _clone=lambda: (factory.join(members_of(groups[0]), backend), factory.join(members_of(groups[1]), backend)),
         _closers=factory.closers,

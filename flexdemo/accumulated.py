@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from flexdemo.parameters import AT_LEAST_0, COUNT, Group, Rule, check_settings, gradient_of, local
+from flexdemo.parameters import AT_LEAST_0, COUNT, Group, Rule, check_settings, gradient_of, local, move_steps_to_host_
 
 _Row = tuple[Tensor, ...]
 """What this rank holds of a parameter, its gradient, its two moments, and the accumulated part of its mean gradient."""
@@ -78,6 +79,10 @@ class AccumAdam(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         check_settings(self.defaults | param_group, _RULES)
         super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        move_steps_to_host_(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

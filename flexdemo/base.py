@@ -45,6 +45,7 @@ from flexdemo.parameters import (
     check_settings,
     gradient_of,
     local,
+    move_steps_to_host_,
     names_of,
     one_of,
     wrapped_like,
@@ -292,6 +293,7 @@ class NodeOptimizer(Optimizer, ABC):
         for target, value in copies:
             target.copy_(value)
         super().load_state_dict(rest)
+        move_steps_to_host_(self)
 
     def _take_state_(
         self, param: Parameter, saved: dict[str, Any], other_nodes: OtherNodes

@@ -139,20 +139,22 @@ class NodeAxis:
 
     def __init__(self, world: flexcomm.World) -> None:
         self._topology = world.topology
-        self._mesh: DeviceMesh | None = None
-        self._shape = (1, 1)
-        if world.topology.size > 1 and dist.is_initialized():
-            self._shape = world.topology.nodes, world.topology.local_size
-            # Without groups of its own: checkpoints ask where a row belongs, and send nothing. Making groups takes all
-            # ranks of the job, and this world may be a part of it.
-            self._mesh = mesh_without_groups(world.device.type, world.topology.members, _AXES)
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._is_single = world.topology.size == 1 or not dist.is_initialized()
+        self._shape = (1, 1) if self._is_single else (world.topology.nodes, world.topology.local_size)
 
     def stacked(self, tensor: Tensor, length: int) -> Tensor:
         """Return a tensor of this rank as its row among all ranks', each of ``length`` elements, zeros at the end."""
         row = tensor.new_zeros(length)
         row[: tensor.numel()] = tensor.reshape(-1)
         row = row.view(1, 1, length)
-        return row if self._mesh is None else DTensor.from_local(row, self._mesh, (Shard(0), Shard(1)), run_check=False)
+        if self._is_single:
+            return row
+        # torch moves what is on another type of device than the mesh. Without groups of its own: checkpoints ask where
+        # a row belongs, and send nothing. Making groups takes all ranks of the job, and this world may be a part of it.
+        if row.device.type not in self._meshes:
+            self._meshes[row.device.type] = mesh_without_groups(row.device.type, self._topology.members, _AXES)
+        return DTensor.from_local(row, self._meshes[row.device.type], (Shard(0), Shard(1)), run_check=False)
 
     def owner(self) -> Tensor:
         """Return this rank's number with a node axis, saved so that another rank's state is recognised."""
@@ -234,8 +236,8 @@ class NodeAxis:
 
 def longest_on_node(lengths: Iterable[int], world: flexcomm.World) -> list[int]:
     """Return, number by number, the largest that any rank of this node has."""
-    mine = torch.tensor(list(lengths), dtype=torch.int64, device=world.device)
-    return list(world.intra.all_gather(mine).wait().amax(dim=0).tolist())
+    mine = torch.tensor(list(lengths), dtype=torch.int64)
+    return list(world.intra_control.all_gather(mine).wait().amax(dim=0).tolist())
 
 
 def required(saved: dict[str, Any], key: str) -> Tensor:
@@ -285,10 +287,11 @@ class ResidualShard(NamedTuple):
 def load_residuals(taken: Iterable[tuple[ResidualShard, Tensor]]) -> None:
     """Load what was taken; if taking raises, nothing has changed."""
     states: dict[flexcomm.Residuals, dict[str, Tensor]] = {}
-    for (residuals, _, shard, _, _), state in taken:
+    for (residuals, device, shard, _, _), state in taken:
         by_name = states.setdefault(residuals, {})
         if shard is not None:
-            by_name[shard.spec.name] = state
+            # Where the tensors are, whatever the device that the file was loaded to.
+            by_name[shard.spec.name] = state.to(device)
     for residuals, by_name in states.items():
         residuals.load_state_dict(by_name)
 

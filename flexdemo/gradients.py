@@ -330,10 +330,10 @@ class GradientSync:
 
     def _is_skipped_on_node(self, failures: list[flexcomm.FlexcommError], skipped: bool) -> bool:
         """Return whether any rank of this node skips; raise if one failed."""
-        failed_ranks, intra = len(failures), self.world.intra
+        failed_ranks, intra = len(failures), self.world.intra_control
         # Shards are exchanged by ranks of one local rank, and the others of the node do not know; else all know.
         if intra.size > 1 and any(bucket.node_averaged for bucket in self.buckets):
-            outcome = torch.tensor([bool(failures), skipped], dtype=torch.int32, device=self.world.device)
+            outcome = torch.tensor([bool(failures), skipped], dtype=torch.int32)
             failed_ranks, skipped = intra.all_reduce(outcome).wait().tolist()
         if failures:
             raise failures[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from flexcomm import InvalidArgumentError, InvalidTensorError, Topology, TopologyError, World
 
@@ -57,6 +58,20 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: the same memory, outside of autograd."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.detach() if own.requires_grad else own
+
+
+def move_steps_to_host_(optimizer: Optimizer) -> None:
+    """Move counts of steps to the host, where optimizers read them, parameter by parameter, in every step.
+
+    Called after a state was loaded: torch leaves counts where they were in it, and to read one from a device is to wait
+    for that device. Of ``capturable`` and ``fused`` optimizers they belong on the device.
+    """
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for state in (optimizer.state[param] for param in group["params"] if param in optimizer.state):
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].cpu()
 
 
 def gradient_of(param: Tensor) -> Tensor:

@@ -44,11 +44,13 @@ class ParamGroup:
     """FSDP2's parameters whose gradients lie one behind the other, in this order, in one reduce-scatter.
 
     ``params``: the elements that each takes of the flat gradient, padding included.
+    ``device``: where the flat gradient is; parameters that are offloaded are elsewhere.
     ``scales_gradients``: ``set_gradient_divide_factor`` or ``set_force_sum_reduction_for_comms`` was called.
     ``reduces_unused``: what ``set_reduce_scatter_unused_params`` was last called with.
     """
 
     params: dict[Parameter, int]
+    device: torch.device
     reduce_dtype: torch.dtype
     has_all_reduce_hook: bool
     scales_gradients: bool
@@ -69,6 +71,7 @@ def param_groups_of(unit: FSDPModule) -> list[ParamGroup]:
         groups.append(
             ParamGroup(
                 params,
+                private(group, "device"),
                 policy.reduce_dtype or computed or trained.dtype,
                 private(group, "_all_reduce_hook") is not None,
                 private(group, "gradient_divide_factor") is not None or private(group, "force_sum_reduction_for_comms"),

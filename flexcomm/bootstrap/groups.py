@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,13 +11,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch.distributed as dist
 
+from flexcomm.bootstrap.consistency import name_ranks
 from flexcomm.bootstrap.job import barrier_with_timeout, start_torch
 from flexcomm.device import HOST, KINDS, find_native, native_backend
 from flexcomm.errors import InvalidArgumentError, TransportUnavailableError
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from mpi4py import MPI
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 """``auto``, ``mpi``, and the backends of the devices in :data:`flexcomm.device.KINDS`."""
 _BACKENDS = tuple(kind.backend for kind in KINDS.values() if kind.backend is not None)
+
+log = logging.getLogger(__name__)
 
 _users_of_default_group = 0
 """The number of worlds that use the default process group that this library started; the last one destroys it."""
@@ -55,6 +60,29 @@ def check_timeout(timeout_s: float) -> None:
         raise InvalidArgumentError(f"timeout_s={timeout_s} is not a time to wait: pass a number of seconds above 0.")
 
 
+def ranks_on_shared_devices(groups: Iterable[Sequence[int]], devices: Sequence[Hashable]) -> list[int]:
+    """Return the ranks whose group has another one on the same device; ``devices`` are those of all ranks."""
+    shared = []
+    for ranks in groups:
+        times = Counter(devices[rank] for rank in ranks)
+        shared += [rank for rank in ranks if times[devices[rank]] > 1]
+    return sorted(shared)
+
+
+def check_devices_are_apart(
+    leg: str, backend: str, groups: Iterable[Sequence[int]], devices: Sequence[Hashable]
+) -> None:
+    """Raise on all ranks if a device's own backend would have to join ranks that share a device."""
+    native, shared = find_native(backend), ranks_on_shared_devices(groups, devices)
+    if native not in (None, HOST) and shared:
+        raise TransportUnavailableError(
+            f"{leg} cannot be joined by {backend}, because {name_ranks(shared)} share devices with others of their "
+            f"groups. Start no more ranks on a host than it has devices (--nproc-per-node), let each rank see its own "
+            f"({native.name.upper()}_VISIBLE_DEVICES), or use flexcomm.connect({leg}='auto'), which then goes through "
+            f"host memory."
+        )
+
+
 @dataclass
 class GroupFactory:
     """Makes process groups and MPI communicators, which ``closers`` destroy."""
@@ -73,6 +101,37 @@ class GroupFactory:
         self._use_default_group(control)
         return control or self.make("gloo", everybody)
 
+    @property
+    def host(self) -> TransportName:
+        """What carries host tensors by default: any other tensor, too, through the host."""
+        return "gloo" if self.comm is None else "mpi"
+
+    def avoid_shared_devices(
+        self,
+        leg: str,
+        kind: TransportName | Transport,
+        groups: Sequence[Sequence[int]],
+        devices: Sequence[Hashable],
+    ) -> TransportName | Transport:
+        """Return ``kind``; the host's instead of ``"auto"``, where NCCL would have to join ranks that share a device.
+
+        All ranks come to the same result.
+        """
+        if kind != "auto":
+            if isinstance(kind, str):
+                check_devices_are_apart(leg, kind, groups, devices)
+            return kind
+        shared = ranks_on_shared_devices(groups, devices)
+        if shared and self.rank_info.rank == 0:
+            log.warning(
+                "%s share devices, so %s cannot join them: %s goes over %s, through host memory",
+                name_ranks(shared),
+                native_backend(),
+                leg,
+                self.host,
+            )
+        return self.host if shared else kind
+
     def make(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
         """Return the transport of this rank's group, whose ranks are in the order given, or the one that was passed.
 
@@ -84,11 +143,23 @@ class GroupFactory:
             return LoopbackTransport(self.timeout_s)
         if kind in _BACKENDS:
             return self._torch(kind, groups)
-        host = self._mpi(self.comm, groups) if self.comm is not None else self._torch("gloo", groups)
+        host = self._torch("gloo", groups) if self.comm is None else self._mpi(self.comm, groups)
         native = native_backend()
         if kind == "mpi" or native is None:
             return host
         return PerDeviceTransport(host, self._torch(native, groups))
+
+    def make_control(
+        self, kind: TransportName | Transport, transport: Transport, groups: Sequence[Sequence[int]]
+    ) -> Transport:
+        """Return what carries settings and outcomes among the ranks of ``transport``, made of ``kind``: host tensors.
+
+        That is the transport itself, unless it carries one type of device's tensors only, or is the caller's, of which
+        nobody knows that.
+        """
+        if isinstance(kind, str) and find_native(kind) in (None, HOST):
+            return transport
+        return self.make(self.host, groups)
 
     def clone(self, kind: TransportName | Transport, groups: Sequence[Sequence[int]]) -> Transport:
         if isinstance(kind, str):
@@ -97,13 +168,14 @@ class GroupFactory:
         return clone()
 
     def wrap(self, group: dist.ProcessGroup, backend: str) -> Transport:
-        """Return a transport over a group that the caller made, and will destroy."""
-        if dist.get_world_size(group) == 1:
+        """Return a transport over a group that the caller made and will destroy, and for host tensors over another."""
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
-        return TorchTransport(group, backend, self.timeout_s)
+        return self._with_host(TorchTransport(group, backend, self.timeout_s), ranks)
 
     def join(self, ranks: Sequence[int], backend: str) -> Transport:
-        """Return a transport of ``ranks``, who alone call it. It is never closed.
+        """Return a transport of ``ranks``, who alone call it, for host tensors, too. It is never closed.
 
         [Note: group names] torch names a group that only its members make by its ranks and the number of groups that
         this process is in. Ranks that are in different numbers of groups never meet, and a name comes back after a
@@ -111,7 +183,12 @@ class GroupFactory:
         """
         if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
-        return TorchTransport(self._new_group(ranks, backend, members_only=True), backend, self.timeout_s)
+        group = self._new_group(ranks, backend, members_only=True)
+        return self._with_host(TorchTransport(group, backend, self.timeout_s), ranks)
+
+    def _with_host(self, transport: TorchTransport, ranks: Sequence[int]) -> Transport:
+        is_host = find_native(transport.name) is HOST
+        return transport if is_host else PerDeviceTransport(self.join(ranks, "gloo"), transport)
 
     def _mpi(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]]) -> MPITransport:
         color = self._own(groups)
@@ -128,7 +205,9 @@ class GroupFactory:
         return transport
 
     def _new_group(self, ranks: Sequence[int], backend: str, *, members_only: bool = False) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=self.timeout_s)
+        # A device's backend ends the process when its time is up, later than a wait that began in time raises.
+        times = 1 if find_native(backend) is HOST else 2
+        timeout = timedelta(seconds=times * self.timeout_s)
         try:
             group: dist.ProcessGroup = dist.new_group(
                 list(ranks), timeout, backend, use_local_synchronization=members_only, sort_ranks=False

@@ -285,19 +285,23 @@ class MixResiduals:
         ``weight_sum`` is the sum of this node's weights: 1, if the graph is doubly stochastic.
         """
         public = x.detach().reshape(-1).to(torch.float32)
-        self._state = torch.stack([public, public * weight_sum])
+        self._state, self._next = torch.stack([public, public * weight_sum]), None
 
     def lend(self, numel: int, device: torch.device) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the state, and memory for the next one, which replaces it when :meth:`commit` is called."""
+        """Return the state, and memory for the next one, which replaces it when :meth:`commit` is called.
+
+        It follows its tensors: a state that was loaded from a file may be on the host.
+        """
         with torch.inference_mode(False):
             if self._state is None:
                 self._state = torch.zeros(2, numel, device=device)
-            if self._state.shape[1] != numel or self._state.device != device:
+            if self._state.shape[1] != numel:
                 raise InvalidArgumentError(
-                    f"these residuals are of {self._state.shape[1]} elements on {self._state.device}, but {numel} on "
-                    f"{device} are to be mixed: use other residuals for each set of tensors."
+                    f"these residuals are of {self._state.shape[1]} elements, but {numel} are to be mixed: use other "
+                    f"residuals for each set of tensors."
                 )
-            if self._next is None:
+            self._state = self._state.to(device)
+            if self._next is None or self._next.device != device:
                 self._next = torch.empty_like(self._state)
             return self._state.unbind(), self._next.unbind()
 

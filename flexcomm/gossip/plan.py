@@ -80,6 +80,7 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
         buffer_plan = plan_buffer(specs, compressor)
         gamma = _choose_gamma(compressor, shapes, gamma)
     gamma = 1.0 if gamma is None else gamma
+    device = tensors[0].device if tensors else world.device
     fields = {
         "tensors to be mixed": [(list(x.shape), str(x.dtype)) for x in tensors],
         "schedule": schedule.digest,
@@ -88,18 +89,20 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
         "push-sum": settings.has_push_sum,
         "sharded": settings.sharded,
         "communicator": settings.communicator,
+        "device": device.type,
     }
     # Ranks of a node may hold shards of unequal lengths.
     (world.agree_inter if settings.sharded else world.agree)(fields)
     digest = int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little", signed=True)
-    device = tensors[0].device if tensors else world.device
     communicators = engine_of(world).communicators
-    if settings.communicator not in communicators and world.topology.size > 1:
+    # A thread enqueues on one stream: tensors of the host and of devices have communicators of their own.
+    communicator = f"{settings.communicator} of {device.type}"
+    if communicator not in communicators and world.topology.size > 1:
         groups = world.clone_groups()
         intra, inter = groups.intra, groups.inter
         legs: dict[Leg, Transport] = {"reduce_inside": intra, "exchange": inter, "gather_inside": intra}
-        communicators[settings.communicator] = CommThreads(world, legs, {"mixing": tuple(legs)}, world.device)
-    kernels, pool, threads = choose_kernels(device), BufferPool(device), communicators.get(settings.communicator)
+        communicators[communicator] = CommThreads(world, legs, {"mixing": tuple(legs)}, device)
+    kernels, pool, threads = choose_kernels(device), BufferPool(device), communicators.get(communicator)
     return MixPlan(ranks, gamma, digest, kernels, buffer_plan, pool, threads)
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 import torch
 
-from flexcomm.device import KINDS
+from flexcomm.device import HOST, KINDS
 from flexcomm.errors import InvalidArgumentError
 from flexcomm.kernels.base import (
     LARGEST_MAGNITUDE,
@@ -73,27 +73,37 @@ _SETS = {
 def choose_kernels(device: torch.device, name: str | None = None) -> Kernels:
     """Return the kernel set for a device: the one named, else the one the variable names, else the fastest there is.
 
-    Falls back to the reference, and says so in the log, where the fast one's library is not installed.
+    Where the fast one's library is not installed, tensors of a device are copied to the host's kernels; without those,
+    too, the reference serves. The log says so, once.
     """
     return _choose(device.type, name or os.environ.get(KERNELS_VARIABLE, ""))
 
 
 @lru_cache(maxsize=16)
 def _choose(device_type: str, forced: str) -> Kernels:
-    own = KINDS[device_type].kernels if device_type in KINDS else "reference"
-    name = forced or own
-    if name not in _SETS:
-        raise InvalidArgumentError(f"there are no kernels {name!r}; choose from {', '.join(_SETS)}.")
-    if name not in (own, "reference", "staged"):
+    kind = KINDS.get(device_type)
+    own = "reference" if kind is None else kind.kernels
+    if (forced or own) not in _SETS:
+        raise InvalidArgumentError(f"there are no kernels {forced!r}; choose from {', '.join(_SETS)}.")
+    if forced and forced not in (own, "reference", "staged"):
         raise InvalidArgumentError(
-            f"the {name} kernels cannot work on {device_type} tensors; choose reference, or let {KERNELS_VARIABLE} be."
+            f"the {forced} kernels cannot work on {device_type} tensors; choose reference, or let {KERNELS_VARIABLE} "
+            f"be."
         )
-    library = _SETS[name][0]
-    if find_spec(library) is None:
-        if forced:
-            raise InvalidArgumentError(f"the {name} kernels need {library}, which is not installed.")
-        _log.warning("%s is not installed: %s tensors are compressed by the slow reference", library, device_type)
-        name = "reference"
+    wanted = [forced] if forced else [own, *(["staged"] if device_type != HOST.name else []), "reference"]
+    name = next((one for one in wanted if find_spec(_SETS[one][0]) is not None), None)
+    library = _SETS[wanted[0]][0]
+    advice = kind.extra if kind is not None and kind.extra and wanted[0] == own else library
+    if name is None:
+        raise InvalidArgumentError(f"the {forced} kernels need {library}: install {advice}.")
+    if name != wanted[0]:
+        _log.warning(
+            "%s is not installed, so %s tensors are %s: install %s",
+            library,
+            device_type,
+            "copied to the host and compressed there" if name == "staged" else "compressed by the slow reference",
+            advice,
+        )
     if not forced:
         _log.info("%s tensors are compressed by the %s kernels", device_type, name)
     # Imported only where it is used: numba and CuPy are slow to load, and CuPy is seldom there.

@@ -113,7 +113,8 @@ def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     """All-gather lengths, then buffers as long as what they hold."""
     plan, nodes, encoder = ctx.buffer_plan, ctx.plan.nodes, _encode_shard(ctx, shard)
     nbytes, moved = encoder.nbytes, (nodes - 1) * torch.int64.itemsize
-    length = torch.tensor([nbytes], device="cpu")
+    # Where the payloads are: not every transport that carries those carries host tensors.
+    length = torch.tensor([nbytes], device=encoder.buffer.device)
     lengths = yield Collective("exchange", methodcaller("all_gather", length), moved, moved, is_short=True)
     counts: list[int] = lengths.view(-1).tolist()
     ctx.record.payload_bytes += nbytes

@@ -74,6 +74,7 @@ class Engine:
         if number not in plan.agreed_after:
             fields = plan.settings.fields() | {
                 "call": "start_sync" if plan.all_ranks else "start_exchange",
+                "device": plan.device.type,
                 "driven": "in the background" if plan.in_background else "by the caller",
                 "call before": "none" if previous is None else str(previous.settings.fields()),
             }

@@ -75,16 +75,23 @@ class Residuals:
         return StateUpdate(self.decay, self.gain * share, self.alpha)
 
     def lend(self, name: str, plan: TensorPlan, device: torch.device, *, in_place: bool = False) -> list[Tensor]:
-        """Return the state that an encode reads, and where it writes the next one, which :meth:`commit` takes over."""
+        """Return the state that an encode reads, and where it writes the next one, which :meth:`commit` takes over.
+
+        It follows its tensor: a state that was loaded from a file may be on the host, and a model may move.
+        """
         state = self._states.get(name)
         if state is None:
             state = self._states[name] = _zeros(plan, device)
             self._new.add(name)
-        elif state.shape != plan.state_shape or state.device != device:
+        elif state.shape != plan.state_shape:
             raise InvalidTensorError(
-                f"the residual of {name} is {list(state.shape)} on {state.device}, but the compressor now needs "
-                f"{list(plan.state_shape)} on {device}: use new residuals, or reset these."
+                f"the residual of {name} is {list(state.shape)}, but the compressor now needs "
+                f"{list(plan.state_shape)}: use new residuals, or reset these."
             )
+        elif state.device != device:
+            self._spares.pop(name, None)
+            with torch.inference_mode(False):
+                state = self._states[name] = state.to(device)
         if in_place:
             self._spares.pop(name, None)
             return [state, state]

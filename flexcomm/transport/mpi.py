@@ -1,7 +1,12 @@
 """A transport over MPI, through mpi4py's buffer calls.
 
-Host memory is handed to MPI as it is. So is device memory that is only moved, where the MPI is GPU-aware; else, and in
-verbs that add, it goes through pinned host memory.
+Host memory is handed to MPI as it is. Device memory goes through pinned host memory, but for gathers and messages of a
+GPU-aware MPI.
+
+[Note: device memory] A GPU-aware MPI takes device memory in sends and receives, but hardly in non-blocking collectives:
+Open MPI's reductions crash on it (https://github.com/open-mpi/ompi/issues/9845), and without UCX it supports none
+(https://www.open-mpi.org/faq/?category=runcuda). So gathers of device tensors are made of sends and receives, also on
+a rank whose MPI is not GPU-aware, and other collectives get a copy in host memory.
 
 [Note: MPI progress] An MPI moves data only inside MPI calls. Without help, a 5 MB gather over 100 Mbit/s that is
 started before 0.8 s of computation takes place after it (measured with Open MPI 5: 1.3 to 1.6 s in all, against 0.81 s
@@ -24,13 +29,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexcomm.device import accelerator, current_device, synchronize_stream
+from flexcomm.device import accelerator, current_device, enter_device, is_on_host, synchronize_stream
 from flexcomm.errors import InvalidTensorError, TransportError
 from flexcomm.transport.base import Expired
 from flexcomm.transport.staging import REDUCIBLE, BufferTransport, as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from mpi4py import MPI
     from mpi4py.typing import Buffer
@@ -46,6 +51,7 @@ TEST_INTERVAL_S = 0.0005
 SPIN_S = 0.002
 """A rank that waits only yields between its tests for so long; then it sleeps a tenth of the time it has waited."""
 LARGEST_COUNT = 2**31 - 1  # an MPI before version 4 counts in C ints
+_OF_MESSAGES = ("all_gather", "all_gatherv", "send_recv")
 _ALIGNED = 8
 _SHORTEST_IN_A_RING = 1 << 16
 """Bytes from which a gather among more than two goes round in a ring: links carry one message each way at a time. Open
@@ -71,20 +77,19 @@ class MPITransport(BufferTransport):
         self._closed = True
         self._comm.Free()
 
-    def _reaches(self, x: Tensor, *, summed: bool) -> bool:
-        # Open MPI's non-blocking reductions crash on device pointers even if it is GPU-aware, and `sum_of` adds on the
-        # host: device tensors are summed in host memory.
-        return x.is_cpu or (not summed and mpi_is_gpu_aware())
+    def _reaches(self, x: Tensor, verb: str) -> bool:
+        # See [Note: device memory].
+        return is_on_host(x) or (verb in _OF_MESSAGES and mpi_is_gpu_aware())
 
-    def _start_all_gather(self, source: Tensor, buffer: Tensor) -> MPIRequest:
-        if self.size > 2 and source.nbytes >= _SHORTEST_IN_A_RING:
+    def _start_all_gather(self, source: Tensor, buffer: Tensor, x: Tensor) -> MPIRequest:
+        if not is_on_host(x) or (self.size > 2 and source.nbytes >= _SHORTEST_IN_A_RING):
             return self._start((source, buffer), *self._rings(source, buffer))
         own, parts = moved(source), moved(buffer, parts=self.size)
         return self._start((source, buffer), once(lambda: self._comm.Iallgather(own, parts)))
 
     def _rings(self, source: Tensor, buffer: Tensor) -> list[Chain]:
         """Return two rings, one for each half of what is gathered: while one waits for a message, the other sends."""
-        rows = as_bytes(buffer).view(self.size, -1)
+        rows = as_bytes(buffer).view(self.size, source.nbytes)
         rows[self.rank] = as_bytes(source)
         middle = rows.shape[1] // (2 * _ALIGNED) * _ALIGNED
         self._rings_so_far += 1
@@ -98,10 +103,15 @@ class MPITransport(BufferTransport):
             sent, received = rows[(self.rank - number) % self.size], rows[(self.rank - number - 1) % self.size]
             yield [self._comm.Irecv(moved(received), left, tag), self._comm.Isend(moved(sent), right, tag)]
 
-    def _start_all_gatherv(self, source: Tensor, buffer: Tensor, counts: Sequence[int]) -> MPIRequest:
+    def _start_all_gatherv(self, source: Tensor, buffer: Tensor, x: Tensor, counts: Sequence[int]) -> MPIRequest:
+        if not is_on_host(x):
+            parts = list(enumerate(torch.split(buffer, list(counts))))
+            _, own_part = parts.pop(self.rank)
+            own_part.copy_(source)
+            return self._start_send_recv([(peer, source) for peer, _ in parts], parts)
         memory, (count,), unit = moved_parts(source, [source.numel()])
-        own, parts = (memory, count, unit), moved_parts(buffer, counts)
-        return self._start((source, buffer), once(lambda: self._comm.Iallgatherv(own, parts)))
+        own, all_parts = (memory, count, unit), moved_parts(buffer, counts)
+        return self._start((source, buffer), once(lambda: self._comm.Iallgatherv(own, all_parts)))
 
     def _start_all_reduce(self, buffer: Tensor) -> MPIRequest:
         from mpi4py import MPI
@@ -131,10 +141,11 @@ class MPITransport(BufferTransport):
         from mpi4py import MPI
 
         self._check_open()
-        for device in {buffer.device for buffer in buffers}:
-            synchronize_stream(device)
+        devices = {buffer.device for buffer in buffers}
+        for device in devices:
+            synchronize_stream(device, self.timeout_s)
         try:
-            return start_request(chains, str(self))
+            return start_request(chains, str(self), devices)
         except MPI.Exception as error:
             raise TransportError(f"{self} failed: {error.Get_error_string()}") from error
 
@@ -148,11 +159,13 @@ def once(start: Callable[[], MPI.Request | list[MPI.Request]]) -> Chain:
 class MPIRequest:
     """The chains of one verb, independent of each other, tested by the rank that waits and by the progress thread."""
 
-    def __init__(self, chains: Sequence[Chain], where: str) -> None:
+    def __init__(self, chains: Sequence[Chain], where: str, devices: Iterable[torch.device] = ()) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI  # Kept: a handle may die when the interpreter ends, too late to import anything.
-        self._chains = [(chain, next(chain)) for chain in chains]
+        self.devices = tuple(devices)
+        """Where the memory is that MPI was given."""
+        self._chains = [(chain, next(chain, [])) for chain in chains]
         self._where, self._lock, self._finished = where, threading.Lock(), False
         self._error: TransportError | None = None
 
@@ -193,9 +206,9 @@ class MPIRequest:
         self._finished = not under_way
 
 
-def start_request(chains: Sequence[Chain], where: str) -> MPIRequest:
+def start_request(chains: Sequence[Chain], where: str, devices: Iterable[torch.device] = ()) -> MPIRequest:
     """Start what the chains yield first; the progress thread tests it from now on, where threads may call MPI."""
-    request = MPIRequest(chains, where)
+    request = MPIRequest(chains, where, devices)
     if not request.done() and threads_are_free():
         progress_queue().put(request)
     return request
@@ -208,6 +221,7 @@ def progress_queue() -> SimpleQueue[MPIRequest | None]:
 
     def test_requests() -> None:
         under_way: list[MPIRequest] = []
+        entered: torch.device | None = None
         while True:
             while not (under_way and queue.empty()):
                 request = queue.get()
@@ -215,7 +229,15 @@ def progress_queue() -> SimpleQueue[MPIRequest | None]:
                     return
                 under_way.append(request)
             time.sleep(TEST_INTERVAL_S)
-            under_way = [request for request in under_way if not request.done()]
+            tested, under_way = under_way, []
+            for request in tested:
+                # MPI copies device memory in the context of the thread that tests, and this one begins without.
+                for device in request.devices:
+                    if device != entered:
+                        enter_device(device)
+                        entered = device
+                if not request.done():
+                    under_way.append(request)
 
     def stop() -> None:
         queue.put(None)
@@ -286,13 +308,18 @@ def sum_of(dtype: torch.dtype) -> MPI.Op:
 PROBE = """
 import sys, torch
 from mpi4py import MPI
-sent = torch.arange(1024, dtype=torch.int32, device=sys.argv[1])
-received = torch.zeros_like(sent)
-torch.accelerator.synchronize()
-buffer = lambda x: [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.INT32_T]
-MPI.COMM_SELF.Sendrecv(buffer(sent), 0, recvbuf=buffer(received), source=0)
-raise SystemExit(0 if torch.equal(sent, received) else 1)
+for numel in (1 << 10, 1 << 20):
+    sent = torch.arange(numel, dtype=torch.int32, device=sys.argv[1])
+    received = torch.zeros_like(sent)
+    # Both are read back: work on the device is done.
+    expected = sent.tolist() if received.sum().item() == 0 else []
+    buffer = lambda x: [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.INT32_T]
+    comm = MPI.COMM_SELF
+    MPI.Request.Waitall([comm.Irecv(buffer(received), 0), comm.Isend(buffer(sent), 0)])
+    if received.tolist() != expected:
+        raise SystemExit(1)
 """
+"""Messages of both kinds: one short enough to be sent at once, and one that waits for its receiver."""
 PROBE_TIMEOUT_S = 60.0
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYD", "MPI_LOCAL", "SLURM_")
 CHOICE_PREFIXES = ("OMPI_ALLOW_", "PRTE_ALLOW_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_opal_cuda")
@@ -301,7 +328,7 @@ CHOICE_PREFIXES = ("OMPI_ALLOW_", "PRTE_ALLOW_", "OMPI_MCA_btl", "OMPI_MCA_pml",
 
 @cache
 def mpi_is_gpu_aware() -> bool:
-    """Return whether the MPI at hand may be given device pointers.
+    """Return whether the MPI at hand may be given device pointers, in non-blocking sends and receives.
 
     One that is not GPU-aware reads the pointer as host memory and crashes, and some builds answer their own query
     wrongly: so a child process tries it, and may crash instead of the job.

@@ -46,12 +46,13 @@ class BufferTransport(ABC):
     """A base for transports: a backend says which memory it reaches, and starts work on flat buffers.
 
     Its methods ``_start_...`` are called after all checks. An input buffer never overlaps an output; messages to this
-    rank itself are copied here.
+    rank itself are copied here. Those of gathers also get the caller's tensor, of which the input may be a copy: ranks
+    may differ in the memory their backends reach, but must start the same work.
     """
 
     name: str
-    _start_all_gather: Callable[[Tensor, Tensor], Request]
-    _start_all_gatherv: Callable[[Tensor, Tensor, Sequence[int]], Request]
+    _start_all_gather: Callable[[Tensor, Tensor, Tensor], Request]
+    _start_all_gatherv: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Request]
     _start_all_reduce: Callable[[Tensor], Request]
     _start_reduce_scatter: Callable[[Tensor, Tensor], Request]
     _start_broadcast: Callable[[Tensor, int], Request]
@@ -67,7 +68,7 @@ class BufferTransport(ABC):
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         source, place = self._source_and_place("all_gather", x, (self.size, *x.shape), out)
-        request = self._start_all_gather(source, place.buffer)
+        request = self._start_all_gather(source, place.buffer, x)
         return Operation("all_gather", self, request, place.deliver, (source, place))
 
     def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Operation[tuple[Tensor, ...]]:
@@ -81,14 +82,14 @@ class BufferTransport(ABC):
                 f"{counts[self.rank]}. Pass x[:counts[rank]], and the same counts on every rank."
             )
         source, place = self._source_and_place("all_gatherv", x, (sum(counts),), out)
-        request = self._start_all_gatherv(source, place.buffer, counts)
+        request = self._start_all_gatherv(source, place.buffer, x, counts)
         return Operation(
             "all_gatherv", self, request, lambda: torch.split(place.deliver(), list(counts)), (source, place)
         )
 
     def all_reduce(self, x: Tensor) -> Operation[Tensor]:
         check_reducible(x)
-        place = self._place_filled(x, summed=True)
+        place = self._place_filled("all_reduce", x)
         return Operation("all_reduce", self, self._start_all_reduce(place.buffer), place.deliver, place)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
@@ -98,20 +99,20 @@ class BufferTransport(ABC):
                 f"reduce_scatter got a tensor of shape {list(x.shape)}; its first dim must be the {self.size} ranks of "
                 f"the group. Pass x.view({self.size}, -1), padded if need be."
             )
-        source, place = self._source_and_place("reduce_scatter", x, tuple(x.shape[1:]), out, summed=True)
+        source, place = self._source_and_place("reduce_scatter", x, tuple(x.shape[1:]), out)
         request = self._start_reduce_scatter(source, place.buffer)
         return Operation("reduce_scatter", self, request, place.deliver, (source, place))
 
     def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
         check_peer(root, self.size)
-        place = self._place_filled(x)
+        place = self._place_filled("broadcast", x)
         return Operation("broadcast", self, self._start_broadcast(place.buffer, root), place.deliver, place)
 
     def send_recv(self, sends: Messages, receives: Messages) -> Operation[tuple[Tensor, ...]]:
         for peer, _ in (*sends, *receives):
             check_peer(peer, self.size)
-        sources = [(peer, self._source(x)) for peer, x in sends]
-        places = [(peer, self._place_for(x)) for peer, x in receives]
+        sources = [(peer, self._source("send_recv", x)) for peer, x in sends]
+        places = [(peer, self._place_for("send_recv", x)) for peer, x in receives]
         own_sources = [source for peer, source in sources if peer == self.rank]
         own_buffers = [place.buffer for peer, place in places if peer == self.rank]
         if [(x.dtype, x.numel()) for x in own_sources] != [(x.dtype, x.numel()) for x in own_buffers]:
@@ -133,26 +134,26 @@ class BufferTransport(ABC):
         return Operation("barrier", self, self._start_barrier(), lambda: None)
 
     @abstractmethod
-    def _reaches(self, x: Tensor, *, summed: bool) -> bool:
-        """Return whether the backend may be handed the memory of ``x`` itself, to be added or only moved."""
+    def _reaches(self, x: Tensor, verb: str) -> bool:
+        """Return whether the backend may be handed the memory of ``x`` itself, to do that verb."""
 
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError(f"{self}: this world is closed. Connect again, or close it later.")
 
-    def _source(self, x: Tensor, *, summed: bool = False) -> Tensor:
+    def _source(self, verb: str, x: Tensor) -> Tensor:
         """Return ``x`` flat and contiguous; on the host, complete, where the backend does not reach ``x`` itself."""
         check_plain(x)
         # A conjugate or negative view holds other bytes than its numbers say.
         flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
-        if self._reaches(x, summed=summed):
+        if self._reaches(x, verb):
             return flat.contiguous()
         staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=may_pin_for(x)).copy_(flat, non_blocking=True)
-        synchronize_stream(x.device)
+        synchronize_stream(x.device, self.timeout_s)
         return staged
 
     def _source_and_place(
-        self, verb: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None, *, summed: bool = False
+        self, verb: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None
     ) -> tuple[Tensor, StagingBuffer]:
         """Return what is sent of ``x``, and the buffer for ``out``, a new tensor if there is none, in other memory."""
         if out is None:
@@ -162,27 +163,27 @@ class BufferTransport(ABC):
                 f"{verb} of a {x.dtype} tensor of shape {list(x.shape)} on {x.device} needs out of shape "
                 f"{list(shape)}, the same dtype and device; got {out.dtype} of shape {list(out.shape)} on {out.device}."
             )
-        place, source = self._place_for(out, summed=summed), self._source(x, summed=summed)
+        place, source = self._place_for(verb, out), self._source(verb, x)
         # Backends differ on inputs that are part of the output.
         start, end = source.data_ptr(), source.data_ptr() + source.nbytes
         other_start, other_end = place.buffer.data_ptr(), place.buffer.data_ptr() + place.buffer.nbytes
         overlaps = source.device == place.buffer.device and start < other_end and other_start < end
         return source.clone() if overlaps else source, place
 
-    def _place_for(self, target: Tensor, *, summed: bool = False) -> StagingBuffer:
+    def _place_for(self, verb: str, target: Tensor) -> StagingBuffer:
         """Return a flat contiguous buffer for ``target``: its own memory where that is possible."""
         check_writable(target)
-        in_reach = self._reaches(target, summed=summed)
+        in_reach = self._reaches(target, verb)
         if in_reach and target.is_contiguous():
             return StagingBuffer(target.detach().view(-1), target)
         device = target.device if in_reach else torch.device("cpu")
         pinned = not in_reach and may_pin_for(target)
         return StagingBuffer(torch.empty(target.numel(), dtype=target.dtype, device=device, pin_memory=pinned), target)
 
-    def _place_filled(self, target: Tensor, *, summed: bool = False) -> StagingBuffer:
+    def _place_filled(self, verb: str, target: Tensor) -> StagingBuffer:
         """Return a buffer that holds what ``target`` holds, for verbs that work in place."""
         check_writable(target)
-        return StagingBuffer(self._source(target, summed=summed), target)
+        return StagingBuffer(self._source(verb, target), target)
 
 
 class LoopbackTransport(BufferTransport):
@@ -193,8 +194,8 @@ class LoopbackTransport(BufferTransport):
     def __init__(self, timeout_s: float = 300.0) -> None:
         super().__init__(rank=0, size=1, timeout_s=timeout_s)
 
-    def _reaches(self, x: Tensor, *, summed: bool) -> bool:
-        del x, summed
+    def _reaches(self, x: Tensor, verb: str) -> bool:
+        del x, verb
         return True
 
     def _copy(self, source: Tensor, buffer: Tensor, *_: object) -> Finished:

@@ -187,11 +187,13 @@ class MixBucket(Bucket):
 
 def squared_norm(buckets: Collection[Bucket], world: World) -> Tensor:
     """Return the squared norm of the replica's gradient; if a bucket is sharded, ranks of a node call it together."""
-    unsharded, shards = torch.zeros(2, 1, dtype=torch.float64, device=world.device)
+    devices = {bucket.device for bucket in buckets}
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    unsharded, shards = torch.zeros(2, 1, dtype=torch.float64, device=device)
     for bucket in buckets:
         gradients = gradients_of(bucket)
         if gradients:
-            norms = torch.stack([norm.to(world.device) for norm in torch._foreach_norm(gradients, 2.0, torch.float64)])
+            norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, 2.0, torch.float64)])
             (shards if bucket.node_averaged else unsharded).add_(norms.square().sum())
     if world.intra.size > 1 and any(bucket.node_averaged for bucket in buckets):
         shards = world.intra.all_reduce(shards).wait()

@@ -21,7 +21,16 @@ from flexdemo.checkpoint import DEFAULT_OTHER_NODES, NodeAxis, OtherNodes, check
 from flexdemo.decentralized.buckets import MixBucket, clip_, gradients_of, squared_norm, take_communicator
 from flexdemo.decentralized.consensus import INITIAL_STATE, ConsensusControl, update_consensus_
 from flexdemo.gradients import ReadyBuckets, bucket_parameters, check_same_buckets
-from flexdemo.parameters import Group, Rule, broadcast_parameters_, check_parameter, check_settings, names_of, one_of
+from flexdemo.parameters import (
+    Group,
+    Rule,
+    broadcast_parameters_,
+    check_parameter,
+    check_settings,
+    move_steps_to_host_,
+    names_of,
+    one_of,
+)
 from flexdemo.wrapped import Inner
 
 Order = Literal["mix-then-step", "step-then-mix"]
@@ -255,6 +264,7 @@ class DecentralizedOptimizer(Optimizer):
             for commit in commits:
                 commit()
         super().load_state_dict({"state": states, "param_groups": state_dict["param_groups"]})
+        move_steps_to_host_(self)
 
     def _keys_in(self, state_dict: dict[str, Any]) -> dict[Parameter, Any]:
         packed = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -291,10 +301,11 @@ class DecentralizedOptimizer(Optimizer):
         # Set by torch's GradScaler during the step.
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None:
+            found = torch.tensor(float(found_inf))
             # Other ranks may have found infinity in their shards of this replica.
             if self._world.intra.size > 1 and any(bucket.node_averaged for bucket in self._buckets):
-                found_inf = self._world.intra.all_reduce(found_inf.reshape(1).clone()).wait()
-            self._skips = bool(found_inf.item())
+                self._world.intra_control.all_reduce(found).wait()
+            self._skips = bool(found)
         if scale is not None and self._overlap == "backward":
             raise InvalidArgumentError(
                 "GradScaler unscales gradients after the backward pass, but overlap='backward' steps on them before: "

@@ -121,7 +121,7 @@ def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
             f"{', '.join(left)} belong to no unit of FSDP, so nobody would average their gradients: call "
             f"fully_shard(model, mesh=...) on the model itself, or freeze them."
         )
-    handle.plan([_bucket_of(group, group.params, names, handle.world.device) for _, group in found])
+    handle.plan([_bucket_of(group, group.params, names) for _, group in found])
     for unit, group in found:
         _set_hook(unit, group, names, handle)
     broadcast_parameters_([*model.parameters(), *model.buffers()], handle.world)
@@ -130,7 +130,7 @@ def _attach_to_fsdp2(model: Module, handle: FsdpHandle) -> None:
 def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], handle: FsdpHandle) -> None:
     @cache
     def bucket_of(trained: tuple[Parameter, ...]) -> Bucket:
-        return _bucket_of(group, trained, names, handle.world.device)
+        return _bucket_of(group, trained, names)
 
     def exchange(flat: Tensor) -> None:
         trained = tuple(param for param in group.params if param.requires_grad)
@@ -159,11 +159,9 @@ def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], 
     handle.on_remove.callback(unit.set_all_reduce_hook, None)  # type: ignore[arg-type]
 
 
-def _bucket_of(
-    group: ParamGroup, params: Iterable[Parameter], names: dict[Parameter, str], device: torch.device
-) -> Bucket:
+def _bucket_of(group: ParamGroup, params: Iterable[Parameter], names: dict[Parameter, str]) -> Bucket:
     specs = [spec_of(local(param), names[param])._replace(dtype=group.reduce_dtype) for param in params]
-    return Bucket(0, True, device, tuple(params), tuple(specs))
+    return Bucket(0, True, group.device, tuple(params), tuple(specs))
 
 
 def _check_group(group: ParamGroup, names: dict[Parameter, str], world: World) -> None:

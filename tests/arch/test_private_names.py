@@ -24,7 +24,7 @@ PRIVATE_NAMES = {
     "flexdemo/torch_private.py": {
         "_all_reduce_hook", "_comm_hook", "_comm_hook_state", "_execution_engine", "_fsdp_param_groups",
         "_get_fsdp_state", "_handle", "_init_backend", "_post_accumulate_grad_hooks", "_saved_grad_shard", "_version",
-        "flat_param", "force_sum_reduction_for_comms", "fsdp_params", "gradient_divide_factor", "mp_policy",
+        "device", "flat_param", "force_sum_reduction_for_comms", "fsdp_params", "gradient_divide_factor", "mp_policy",
         "padded_sharded_param_size", "queue_callback", "reduce_scatter_unused_params", "sharded_param",
     },
     "tests/ranks/preload.py": {"_dynamo"},

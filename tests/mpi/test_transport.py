@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -95,11 +99,80 @@ def test_a_count_this_mpi_cannot_express_is_refused_by_name(monkeypatch: pytest.
     assert torch.equal(transport.all_gather(wide).wait()[0], wide)
 
 
-def test_device_memory_is_handed_over_to_be_moved_but_never_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_module, "mpi_is_gpu_aware", lambda: True)
-    transport, on_a_device = MPITransport(MPI.COMM_SELF, timeout_s=5), SimpleNamespace(is_cpu=False)
-    assert transport._reaches(on_a_device, summed=False)
-    assert not transport._reaches(on_a_device, summed=True)
+class Device:
+    """Memory of the host that stands in for a device's, and what is in it."""
+
+    def __init__(self) -> None:
+        self._memory, self._used = torch.zeros(4 << 20, dtype=torch.uint8), 0
+
+    def holds(self, address: int) -> bool:
+        return 0 <= address - self._memory.data_ptr() < self._memory.nbytes
+
+    def put(self, x: torch.Tensor) -> torch.Tensor:
+        first, self._used = self._used, self._used + -(-x.nbytes // 8) * 8
+        return self._memory[first : first + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+
+
+class PickyComm:
+    """A communicator that takes a device's memory in sends and receives alone, as Open MPI without UCX does."""
+
+    def __init__(self, comm: MPI.Intracomm, device: Device) -> None:
+        self._comm, self._device = comm, device
+        self.taken: set[str] = set()
+        """The calls that got a device's memory."""
+
+    def __getattr__(self, name: str) -> object:
+        call = getattr(self._comm, name)
+
+        def checked(*args: object) -> object:
+            buffers = [arg[0] for arg in args if isinstance(arg, tuple)]
+            if any(self._device.holds(buffer.address) for buffer in buffers if isinstance(buffer, MPI.buffer)):
+                assert name in ("Isend", "Irecv"), f"{name} crashes on device memory"
+                self.taken.add(name)
+            return call(*args)
+
+        return checked
+
+
+@pytest.mark.parametrize(
+    "aware", [lambda _: True, lambda _: False, lambda rank: rank % 2 == 0], ids=["all", "none", "even"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_device_memory_is_handed_to_sends_and_receives_of_a_gpu_aware_mpi_alone(
+    monkeypatch: pytest.MonkeyPatch, aware: Callable[[int], bool], dtype: torch.dtype
+) -> None:
+    device, is_aware = Device(), aware(MPI.COMM_WORLD.Get_rank())
+    monkeypatch.setattr(mpi_module, "is_on_host", lambda x: not device.holds(x.untyped_storage().data_ptr()))
+    monkeypatch.setattr(mpi_module, "mpi_is_gpu_aware", lambda: is_aware)
+    comm: Any = PickyComm(MPI.COMM_WORLD.Dup(), device)
+    transport = MPITransport(comm, timeout_s=60)
+    rank, size = transport.rank, transport.size
+
+    def make(rank: int, numel: int) -> torch.Tensor:
+        return (torch.arange(numel) % 7 + rank).to(dtype)
+
+    for numel in (0, 1, 13, 40_001):
+        mine, blank = device.put(make(rank, numel)), torch.zeros(size, numel, dtype=dtype)
+        every = [make(other, numel) for other in range(size)]
+        total = sum(x.to(torch.int64) for x in every).to(dtype)  # type: ignore[union-attr]
+        assert torch.equal(transport.all_gather(mine, device.put(blank)).wait(), torch.stack(every))
+        counts = [max(numel - other, 0) for other in range(size)]
+        parts = transport.all_gatherv(mine[: counts[rank]], counts, device.put(torch.zeros(sum(counts), dtype=dtype)))
+        assert all(torch.equal(part, x[:count]) for part, x, count in zip(parts.wait(), every, counts, strict=True))
+        assert torch.equal(transport.all_reduce(device.put(mine)).wait(), total)
+        rows = device.put(mine.expand(size, numel).contiguous())
+        assert torch.equal(transport.reduce_scatter(rows, device.put(blank[0])).wait(), total)
+        assert torch.equal(transport.broadcast(device.put(mine), size - 1).wait(), every[-1])
+        left, right = (rank - 1) % size, (rank + 1) % size
+        (received,) = transport.send_recv([(right, mine)], [(left, device.put(blank[0]))]).wait()
+        assert torch.equal(received, every[left])
+    assert comm.taken == ({"Isend", "Irecv"} if is_aware and size > 1 else set())
+
+
+def test_the_probe_is_survived_by_memory_that_this_mpi_takes() -> None:
+    probe = [sys.executable, "-c", mpi_module.PROBE, "cpu"]
+    environ = mpi_module.environment_without_launcher(os.environ)
+    assert subprocess.run(probe, env=environ, timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.slow

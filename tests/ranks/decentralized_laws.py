@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import tempfile
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -469,6 +471,17 @@ def sharded_models_are_replicas_of_nodes(world: World) -> None:
             torch.testing.assert_close(param.full_tensor(), other.detach(), rtol=0, atol=2e-4)
 
 
+def a_shard_that_overflows_skips_the_step_of_its_replica(world: World) -> None:
+    """The ranks of a node tell each other without their transport for data, which may be one for devices alone."""
+    optimizer = DecentralizedAdam(hook_laws.sharded(world).named_parameters(), LR, world=world)
+    size_alone: Any = SimpleNamespace(size=world.intra.size)
+    optimizer._world = replace(world, intra=size_alone)
+    # Set by torch's GradScaler for the time of a step.
+    optimizer.found_inf = torch.tensor(float(world.topology.rank == 0))  # type: ignore[attr-defined]
+    optimizer._prepare_gradients()
+    assert optimizer._skips == (world.topology.node == 0)
+
+
 def flat_parameters_are_refused(world: World) -> None:
     if world.topology.local_size == 1:
         return
@@ -558,6 +571,7 @@ CORE = (
 TORCH_LAWS: dict[str, Callable[[World], object]] = {
     "sharded_models_are_replicas_of_nodes": sharded_models_are_replicas_of_nodes,
     "sharded_runs_go_on": sharded_runs_go_on,
+    "a_shard_that_overflows_skips_the_step_of_its_replica": a_shard_that_overflows_skips_the_step_of_its_replica,
     "flat_parameters_are_refused": flat_parameters_are_refused,
     "empty_shards_are_mixed_as_far_as_the_others": empty_shards_are_mixed_as_far_as_the_others,
     **{

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flexcomm
+from flexcomm import device
 from flexcomm.sync.engine import engine_of
 from tests.ranks.sync_laws import require_same_everywhere
 
@@ -223,6 +224,24 @@ def a_mix_is_done_when_it_was_started_if_no_thread_may_send(world: World) -> Non
             assert torch.equal(handle.wait().tensors, flexcomm.mix(x, schedule, step, world=world).tensors)
 
 
+def ranks_agree_on_the_kind_of_device(world: World) -> None:
+    """Before data moves: transports for host tensors and for devices' wait for each other for ever."""
+    last, schedule = world.topology.size - 1, flexcomm.gossip.complete(world.topology.nodes)
+    row = device.DeviceKind("meta", "reference", backend=None, has_streams=False, has_pinned_memory=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(device.KINDS, "meta", row)
+        x = torch.ones(123, device="meta" if world.topology.rank == last else "cpu")
+        calls: list[Callable[[], object]] = [
+            lambda: flexcomm.hierarchical_sync(x, flexcomm.demo(), world=world),
+            lambda: flexcomm.start_sync(x, flexcomm.dense(), world=world).wait(),
+            lambda: flexcomm.mix(x, schedule, 0, world=world),
+        ]
+        for call in calls:
+            with pytest.raises(flexcomm.ConfigMismatchError, match=f"device: cpu on .*; meta on rank {last}"):
+                call()
+    assert torch.equal(flexcomm.hierarchical_sync(torch.ones(123), flexcomm.dense(), world=world), torch.ones(123))
+
+
 LAWS = {
     law.__name__: law
     for law in (
@@ -231,6 +250,7 @@ LAWS = {
         a_call_that_fails_in_the_background_leaves_the_others,
         out_is_untouched_where_one_bucket_of_many_fails,
         a_world_that_is_closed_refuses_new_calls,
+        ranks_agree_on_the_kind_of_device,
         a_mix_is_done_when_it_was_started_if_no_thread_may_send,
     )
 }

@@ -9,8 +9,16 @@ import pytest
 import torch
 
 import flexcomm
+import flexdemo
 from flexcomm import testing
-from flexcomm.errors import InvalidArgumentError, TopologyError, TransportUnavailableError
+from flexcomm.bootstrap.consistency import digest_of
+from flexcomm.errors import (
+    ConfigMismatchError,
+    InvalidArgumentError,
+    InvalidTensorError,
+    TopologyError,
+    TransportUnavailableError,
+)
 from tests.ranks.laws import keep
 from tests.ranks.processes import observe_ranks
 from tests.ranks.shapes import Shape
@@ -77,6 +85,57 @@ class Cloning(Recording):
 
     def clone(self) -> Recording:
         return Recording(self._second())
+
+
+class ForDevicesOnly(Recording):
+    """Refuses what comes from the host: settings and outcomes, which are digests and counts, where data are not."""
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Handle[Tensor]:
+        refuse_from_host(x)
+        return super().all_gather(x, out)
+
+    def all_gatherv(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Handle[tuple[Tensor, ...]]:
+        refuse_from_host(x)
+        return super().all_gatherv(x, counts, out)
+
+    def all_reduce(self, x: Tensor) -> Handle[Tensor]:
+        refuse_from_host(x)
+        return super().all_reduce(x)
+
+
+def refuse_from_host(x: Tensor) -> None:
+    is_length = x.dtype == torch.int64 and x.shape == (1,)  # of a payload, and where that is
+    is_count = x.dtype in (torch.int32, torch.int64) and not is_length
+    if is_count or (x.dtype == torch.uint8 and x.numel() == DIGEST_NBYTES):
+        raise InvalidTensorError(f"got a host tensor: {x.dtype} {list(x.shape)}")
+
+
+DIGEST_NBYTES = len(digest_of({}))
+
+
+def needs_no_host_tensors(world: World) -> None:
+    """Syncs, exchanges and an optimizer of shards, whose settings and outcomes go elsewhere."""
+    node, size = world.topology.node, world.topology.local_size
+    intra, inter = ForDevicesOnly(world.intra), ForDevicesOnly(world.inter)
+    with flexcomm.connect(intra=intra, inter=inter) as own:
+        for compressor in (flexcomm.demo(), flexcomm.threshold(0.5)):
+            x = torch.full((640 + own.topology.local_rank,), 1.0 + node)
+            flexcomm.start_exchange(x, compressor, world=own).wait()
+        flexcomm.hierarchical_sync(torch.ones(640), flexcomm.demo(), world=own)
+        with pytest.raises(ConfigMismatchError, match=r"tensor 0: .* on rank 0; .* on rank 1"):
+            flexcomm.start_exchange(torch.ones(7 + node), flexcomm.dense(), world=own)
+        params = [torch.nn.Parameter(torch.zeros(5 * size)), torch.nn.Parameter(torch.zeros(3))]
+        optimizer = flexdemo.FlexDeMo(params, lr=0.5, compressor=flexcomm.dense(), world=own, node_averaged=True)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert all(bool((param == -0.5).all()) for param in params)
+        optimizer.load_state_dict(optimizer.state_dict())
+        own.control.barrier().wait()
+
+
+def test_settings_and_outcomes_do_not_travel_over_transports_of_devices() -> None:
+    keep(needs_no_host_tensors, Shape(2, 2))
 
 
 def on_both_legs(law: Callable[[World], object], world: World) -> None:

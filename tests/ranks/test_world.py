@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -10,7 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import flexcomm
-from flexcomm.errors import ConfigMismatchError, TopologyError, TransportError
+from flexcomm import device
+from flexcomm import world as world_module
+from flexcomm.bootstrap import groups
+from flexcomm.errors import ConfigMismatchError, TopologyError, TransportError, TransportUnavailableError
 from tests.ranks.processes import observe_ranks, run_ranks
 
 
@@ -107,6 +111,59 @@ def test_a_mesh_is_a_world_whichever_axis_comes_first() -> None:
     assert rows[1] == ("rank 1 of 4: node 0 of 2, local rank 1 of 2 (mesh)", [3.0], [10.0], [15.0])
     columns = run_ranks(connect_mesh, 4, ("shard", "replicate"))
     assert columns[1] == ("rank 1 of 4: node 1 of 2, local rank 0 of 2 (mesh)", [10.0], [3.0], [15.0])
+
+
+def connect_mesh_of_devices() -> tuple[str, list[float]]:
+    """gloo under the name of an accelerator's backend, of which host tensors are refused."""
+    row = device.DeviceKind("xpu", kernels="staged", backend="other", has_streams=False, has_pinned_memory=False)
+    device.KINDS["xpu"] = row
+    dist.Backend.register_backend("other", dist.ProcessGroupGloo, devices=["cpu"])
+    world_module.backend_for = lambda _: "other"
+    world_module.identify = lambda _: os.environ["LOCAL_RANK"]
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with flexcomm.connect_mesh(mesh, timeout_s=30) as world:
+        node = world.topology.node
+        with pytest.raises(ConfigMismatchError, match="node: 0 on rank 0; 1 on rank 1"):
+            world.agree_inter({"node": node})
+        spare = world.clone_groups()
+        for leg in (world.intra, world.inter, world.intra_control, world.inter_control, spare.intra, spare.inter):
+            assert leg.all_reduce(torch.ones(2)).wait().tolist() == [2.0, 2.0]
+        out = flexcomm.start_exchange(torch.full((64,), float(node)), flexcomm.dense(), world=world).wait()
+        name = world.inter.name
+    dist.destroy_process_group()
+    return name, out.unique().tolist()
+
+
+def test_a_mesh_of_devices_carries_host_tensors_too() -> None:
+    assert run_ranks(connect_mesh_of_devices, 4) == [("gloo for host tensors, other for device tensors", [0.5])] * 4
+
+
+def connect_on_one_device() -> tuple[str, str, list[str], str, list[float]]:
+    """NCCL need not be there: it is not even tried."""
+    groups.native_backend = world_module.native_backend = lambda: "nccl"
+    world_module.identify = lambda _: "the only one"
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("flexcomm").addHandler(handler)
+    with flexcomm.connect(timeout_s=30) as world:
+        warned = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+        # Any type of device: gloo gets a copy in host memory.
+        total = world.inter.all_reduce(torch.ones(1)).wait().tolist()
+        with pytest.raises(TransportUnavailableError) as caught:
+            flexcomm.connect(inter="nccl", timeout_s=30)
+        return world.intra.name, world.inter.name, warned, str(caught.value), total
+
+
+def test_ranks_that_share_a_device_meet_in_host_memory() -> None:
+    found = run_ranks(connect_on_one_device, 4, ranks_per_node=2)
+    for rank, (intra, inter, warned, refused, total) in enumerate(found):
+        assert (intra, inter, total) == ("gloo", "gloo", [2.0])
+        said = "ranks 0-3 share devices, so nccl cannot join them: {} goes over gloo, through host memory"
+        assert warned == ([said.format("intra"), said.format("inter")] if rank == 0 else [])
+        assert "inter cannot be joined by nccl, because ranks 0-3 share devices" in refused
+        assert "connect(inter='auto')" in refused
 
 
 def connect_mesh_with_other_axes() -> str:

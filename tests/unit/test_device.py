@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import flexcomm
 from flexcomm import device
 from flexcomm.bootstrap.groups import TransportName
 from flexcomm.kernels import choose_kernels
+from flexcomm.transport import MPITransport
 
 HOST = torch.device("cpu")
 
@@ -21,7 +23,8 @@ def test_the_host_has_a_row_and_needs_no_streams() -> None:
     assert device.KINDS["cpu"] is device.HOST
     assert "meta" not in device.KINDS
     assert device.make_stream(HOST) is device.record_event(HOST) is None
-    device.synchronize_stream(HOST)
+    device.synchronize_stream(HOST, timeout_s=0.0)
+    device.synchronize_event(None, timeout_s=0.0)
     device.wait_stream(HOST, None)
     with device.use_stream(None, None):
         pass
@@ -57,6 +60,62 @@ def test_a_kind_of_device_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         flexcomm.hierarchical_sync(torch.zeros(3, device="meta"), flexcomm.dense(), world=world)
     assert (device.backend_for("xpu"), device.find_native("xccl")) == ("xccl", row)
     assert choose_kernels(torch.device("xpu")).name == "staged"
+
+
+def test_a_device_is_told_from_others_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that see one device each call all of them number 0."""
+    uuids = ["a", "b"]
+    row = device.DeviceKind("xpu", "staged", "xccl", True, True, uuid=lambda one: uuids[one.index])
+    monkeypatch.setitem(device.KINDS, "xpu", row)
+    first, second = device.identify(torch.device("xpu", 0)), device.identify(torch.device("xpu", 1))
+    assert (first.split(" on ")[0], second.split(" on ")[0]) == ("xpu a", "xpu b")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert device.identify(torch.device("xpu", 0)) == "xpu a on elsewhere" != first
+
+
+class FakeEvent:
+    """An event that the device comes to after so many questions; None: never."""
+
+    def __init__(self, questions: int | None) -> None:
+        self.asked, self._questions = 0, questions
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self._questions is not None and self.asked > self._questions
+
+
+@pytest.mark.parametrize("questions", [0, 1, 5, 2000])
+def test_an_event_is_waited_for_until_the_device_has_come_to_it(questions: int) -> None:
+    event: Any = FakeEvent(questions)
+    device.synchronize_event(event, timeout_s=60.0)
+    assert event.asked == questions + 1
+
+
+def test_a_device_that_does_not_finish_is_waited_for_no_longer_than_the_deadline() -> None:
+    event: Any = FakeEvent(None)
+    start_s = time.monotonic()
+    with pytest.raises(flexcomm.DeadlineExceededError, match=r"the device did not finish: waited 0\.05 s"):
+        device.synchronize_event(event, timeout_s=0.05)
+    assert event.asked > 1
+    assert time.monotonic() - start_s >= 0.05
+
+
+def test_a_stream_is_waited_for_by_an_event_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before a copy to the host, behind a collective whose peer is gone."""
+    monkeypatch.setattr(device, "record_event", lambda _: FakeEvent(None))
+    monkeypatch.setattr("flexcomm.transport.mpi.is_on_host", lambda _: False)
+    monkeypatch.setattr("flexcomm.transport.mpi.mpi_is_gpu_aware", lambda: False)
+    transport = MPITransport(FakeComm(), timeout_s=0.05)  # type: ignore[arg-type]
+    with pytest.raises(flexcomm.DeadlineExceededError, match="the device did not finish"):
+        transport.all_reduce(torch.ones(3))
+
+
+class FakeComm:
+    def Get_rank(self) -> int:  # noqa: N802  (MPI's name)
+        return 0
+
+    def Get_size(self) -> int:  # noqa: N802
+        return 2
 
 
 def test_the_transports_people_can_name_are_those_of_the_table() -> None:

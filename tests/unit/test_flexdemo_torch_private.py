@@ -74,6 +74,7 @@ def fsdp2_unit_without(missing: str) -> Any:
     )
     group = without(
         fsdp_params=[param],
+        device=torch.device("cpu"),
         _all_reduce_hook=None,
         gradient_divide_factor=None,
         force_sum_reduction_for_comms=False,
@@ -93,6 +94,7 @@ def test_the_stand_in_is_read_if_nothing_is_missing() -> None:
         "_get_fsdp_state",
         "_fsdp_param_groups",
         "fsdp_params",
+        "device",
         "sharded_param",
         "padded_sharded_param_size",
         "mp_policy",

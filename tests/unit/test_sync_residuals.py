@@ -180,9 +180,15 @@ def test_a_state_of_another_shape_is_refused_and_not_in_flight() -> None:
     other = plan_tensor(TensorSpec("w", (90,), torch.float32), flexcomm.top_k(0.1))
     with pytest.raises(InvalidTensorError, match=r"the residual of w is \[1, 100\].*needs \[1, 90\]"):
         residuals.lend("w", other, CPU)
-    with pytest.raises(InvalidTensorError, match="on meta"):
-        residuals.lend("w", PLAN, torch.device("meta"))
     lend(residuals)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_state_follows_its_tensor_to_another_device(in_place: bool) -> None:
+    residuals = with_value(7.0)
+    lent = residuals.lend("w", PLAN, torch.device("meta"), in_place=in_place)
+    assert [one.device.type for one in (*lent, residuals["w"])] == ["meta"] * 3
+    assert not any(one.is_inference() for one in lent)
 
 
 @pytest.mark.parametrize("state", [torch.zeros(1, 100, dtype=torch.float64), torch.zeros(100)], ids=["dtype", "dims"])
