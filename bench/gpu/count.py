@@ -1,0 +1,182 @@
+"""Instructions, barriers and bytes of a kernel: instructions of every basic block, times how often it executes.
+
+Machine code says which instructions there are, and of which lines; the kernel run on the host says how often warps pass
+the regions of its text (``COUNT(name)``). What branches and loops the compiler left decides the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
+
+from bench.gpu.accesses import find_access, find_pipe, find_same_addresses
+from bench.gpu.flow import find_executions
+from bench.gpu.machine_code import BasicBlock, Frame, Instruction, find_loops, find_reached
+from bench.gpu.regions import Region
+
+_TOLERATED = 0.01
+
+
+class Launch(NamedTuple):
+    """A kernel that ran on the host: its blocks, and how many of their warps passed each region."""
+
+    kernel: str
+    blocks: int
+    warps_per_block: int
+    passes: Mapping[str, int]
+
+    @property
+    def warps(self) -> int:
+        """Return the number of warps."""
+        return self.blocks * self.warps_per_block
+
+
+@dataclass
+class Count:
+    """What all warps of a launch do together; ``notes`` say what the count does not know."""
+
+    issued: float = 0.0
+    pipes: Counter[str] = field(default_factory=Counter)
+    regions: Counter[str] = field(default_factory=Counter)
+    barriers: float = 0.0
+    loaded_nbytes: float = 0.0
+    stored_nbytes: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+class Scope(NamedTuple):
+    """A region as it was inlined: the lines that called it, outermost first, and the region."""
+
+    callers: tuple[Frame, ...]
+    region: Region
+
+
+Chain = tuple[Scope, ...]
+"""The scopes around a line, outermost first. Outside of all of them every warp passes once."""
+
+
+def count_kernel(blocks: Sequence[BasicBlock], regions: Sequence[Region], launch: Launch) -> Count:
+    """Count a launch.
+
+    An instruction is said to execute as often as warps passed the innermost region that holds its line, or the line
+    that called it. All instructions of a basic block execute equally often, and warps that enter leave: see
+    :func:`find_executions`. What follows only where a warp is not converged never executes; a subroutine does as often
+    as it is called.
+    """
+    count, reached = Count(), find_reached(blocks)
+    chains = {id(one): _chain(one.frames, regions) for number in reached for one in blocks[number].instructions}
+    trips = _find_trips(set(chains.values()), launch)
+    in_loops = _find_marked_loops(blocks, reached, chains, count.notes)
+    _share_among_copies([one for number in in_loops for one in blocks[number].instructions], chains, trips, count.notes)
+    votes = {
+        number: Counter(trips[chains[id(one)]] for one in blocks[number].instructions if one.frames)
+        for number in reached
+    }
+    leaves = {number for number in reached if _leaves(blocks[number])}
+    times = find_executions({n: blocks[n].successors & reached for n in reached}, leaves, votes, launch.warps)
+    against = sum(
+        sum(abs(times[number] - said) * many for said, many in votes[number].items()) for number in reached
+    )
+    _add_subroutines(blocks, times)
+    same_addresses = find_same_addresses(blocks)
+    for number, executed in times.items():
+        for one in blocks[number].instructions:
+            chain = chains.get(id(one))
+            where = chain[-1].region.name if chain else "-"
+            _add(count, one, executed, where, same_address=id(one) in same_addresses)
+    count.barriers /= launch.warps_per_block
+    if against > _TOLERATED * count.issued:
+        count.notes.append(f"branches contradict the lines of {against / count.issued:.0%} of the instructions")
+    return count
+
+
+def _add(count: Count, one: Instruction, executed: float, where: str, *, same_address: bool) -> None:
+    access, pipe = find_access(one, same_address=same_address), find_pipe(one)
+    count.issued += executed
+    count.pipes["issued"] += executed
+    count.pipes[pipe] += executed * (access.wavefronts if pipe == "LSU" else 1)
+    count.regions[where] += executed
+    count.barriers += executed * one.opcode.startswith(("BAR.SYNC", "bar.sync", "barrier.sync"))
+    count.loaded_nbytes += executed * access.loaded_nbytes
+    count.stored_nbytes += executed * access.stored_nbytes
+
+
+def _chain(frames: Sequence[Frame], regions: Sequence[Region]) -> Chain:
+    scopes, callers = list[Scope](), tuple[Frame, ...]()
+    for file, line in reversed(frames):
+        scopes += [Scope(callers, one) for one in regions if one.file == file and one.first <= line <= one.last]
+        callers = (*callers, (file, line))
+    return tuple(scopes)
+
+
+def _find_trips(chains: Iterable[Chain], launch: Launch) -> dict[Chain, float]:
+    """Return how often warps pass each chain of scopes.
+
+    A region that was inlined at several places has one number of passes for all: it is shared out as often as what is
+    around each place is passed. What is no loop cannot be passed more often than what is around it: then there are
+    several copies of it in a row.
+    """
+    known = {chain[:length] for chain in chains for length in range(len(chain) + 1)} | {()}
+    trips: dict[Chain, float] = {(): float(launch.warps)}
+
+    def find(chain: Chain) -> float:
+        if chain not in trips:
+            region, around = chain[-1].region, find(chain[:-1])
+            everywhere = sum(find(one[:-1]) for one in known if one and one[-1].region == region)
+            passes = launch.passes.get(region.name, 0) * around / everywhere if everywhere else 0.0
+            trips[chain] = passes if region.loop else min(passes, around)
+        return trips[chain]
+
+    for chain in known:
+        find(chain)
+    return trips
+
+
+def _find_marked_loops(
+    blocks: Sequence[BasicBlock], reached: set[int], chains: Mapping[int, Chain], notes: list[str]
+) -> set[int]:
+    """Return the blocks that are in any loop; note the loops of which no line is in a marked one."""
+    in_loops = set[int]()
+    for depth, loop in find_loops(blocks, reached):
+        in_loops |= loop
+        inside = [one for number in loop for one in blocks[number].instructions if one.frames]
+        if all(sum(scope.region.loop for scope in chains[id(one)]) < depth for one in inside):
+            lines = Counter(one.frames[-1] for one in inside)
+            where = "{}:{}".format(*lines.most_common(1)[0][0]) if lines else "no line"
+            notes.append(f"a loop at {where} has no COUNT: counted as one round")
+    return in_loops
+
+
+def _share_among_copies(
+    instructions: Sequence[Instruction], chains: Mapping[int, Chain], trips: dict[Chain, float], notes: list[str]
+) -> None:
+    """Of a loop's body that the compiler copied, let each copy have its share."""
+    inside: dict[Chain, Counter[tuple[str, tuple[Frame, ...]]]] = {}
+    for one in instructions:
+        chain = chains[id(one)]
+        if chain and chain[-1].region.loop:
+            inside.setdefault(chain, Counter())[one.opcode, one.frames] += 1
+    for chain, alike in inside.items():
+        copies = median_low(alike.values())
+        trips[chain] /= copies
+        if copies > 1 and trips[chain]:
+            notes.append(f"the loop {chain[-1].region.name} has {copies} copies of its body: each had as many rounds")
+
+
+def _leaves(block: BasicBlock) -> bool:
+    return not block.successors or any(one.opcode in ("EXIT", "ret", "exit") for one in block.instructions)
+
+
+def _add_subroutines(blocks: Sequence[BasicBlock], times: dict[int, float]) -> None:
+    """Add the blocks behind the label of a subroutine, as often as the calls execute."""
+    called: Counter[str] = Counter()
+    for number, executed in times.items():
+        called[blocks[number].calls] += executed
+    current = ""
+    for number, block in enumerate(blocks):
+        current = next((label for label in block.labels if label.startswith("$")), current)
+        if current and number not in times and called[current]:
+            times[number] = called[current]
