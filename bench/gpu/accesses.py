@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bench.gpu.devices import WARP
 from bench.gpu.machine_code import BasicBlock, Instruction
 
-WARP = 32
 SECTOR_NBYTES = 32
 """What device memory is read and written by."""
 _WAVEFRONT_NBYTES = 128

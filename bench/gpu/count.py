@@ -27,6 +27,8 @@ class Launch(NamedTuple):
     blocks: int
     warps_per_block: int
     passes: Mapping[str, int]
+    shared_nbytes: int = 0
+    """Shared memory that a block asks for at its launch."""
 
     @property
     def warps(self) -> int:

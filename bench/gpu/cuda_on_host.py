@@ -7,9 +7,26 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+import torch
+
+from bench.gpu.count import Launch
+from bench.gpu.devices import WARP
+from flexcomm.kernels.gpu.launcher import CupyLauncher, Job, LaunchConfig
+
 SHIM = Path(__file__).with_name("cuda_on_host.h")
 # The host must not fuse or reorder either.
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+SHARED_NBYTES = 48 << 10
+_LAUNCH = """
+alignas(16) unsigned shared_words[1u << 14];
+static void (*kernel)(const Job);
+static const Job* job;
+extern "C" void launch(void (*given)(const Job), unsigned grid, unsigned threads, const Job* argument) {
+    kernel = given;
+    job = argument;
+    host::run_blocks(grid, threads, [] { kernel(*job); });
+}
+"""
 
 
 def compile_for_host(source: Path, folder: Path, *flags: str) -> ctypes.CDLL:
@@ -23,6 +40,13 @@ def compile_for_host(source: Path, folder: Path, *flags: str) -> ctypes.CDLL:
     return loaded
 
 
+def compile_kernels(text: str, folder: Path) -> ctypes.CDLL:
+    """Compile the library's kernels, whose shared memory is ``shared_words``."""
+    source = folder / "kernels.cpp"
+    source.write_text(text + _LAUNCH)
+    return compile_for_host(source, folder, "-D__shared__=")
+
+
 def take_passes(library: ctypes.CDLL) -> dict[str, int]:
     """Return how many warps passed each ``COUNT(name)`` since the last call; templates have a counter each."""
     passes: Counter[str] = Counter()
@@ -32,3 +56,21 @@ def take_passes(library: ctypes.CDLL) -> dict[str, int]:
         number += 1
     library.count_reset()
     return dict(passes)
+
+
+class CountingLauncher(CupyLauncher):
+    """A launcher whose device is this machine's memory; ``launches`` are those since it was emptied."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.launches: list[Launch] = []
+
+    def shared_nbytes(self, device: torch.device) -> int:  # noqa: ARG002  (there is one)
+        return SHARED_NBYTES
+
+    def launch(self, name: str, config: LaunchConfig, job: Job) -> None:
+        kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
+        self._library.launch(kernel, config.grid, config.threads, ctypes.byref(job))
+        warps = -(-config.threads // WARP)
+        passes = take_passes(self._library)
+        self.launches.append(Launch(name, config.grid, warps, passes, config.shared_nbytes))

@@ -42,7 +42,7 @@ C++ Programming Guide; of LSU, 128 bytes a cycle. Shared memory and registers: i
 DRAM_EFFICIENCY = 0.88
 """Of a memory's rate, what streams of reads and writes reach: assumed."""
 _PARTITIONS = 4
-_WARP = 32
+WARP = 32
 _REGISTERS_OF_PARTITION = 16384
 _REGISTER_UNIT = 256
 _RESERVED_SHARED_NBYTES = 1024
@@ -61,30 +61,35 @@ class Resources(NamedTuple):
 
 def count_blocks(gpu: Gpu, resources: Resources, warps: int) -> int:
     """Return how many blocks of ``warps`` warps fit a multiprocessor."""
-    of_a_warp = -(-resources.registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT
+    of_a_warp = -(-resources.registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
     fitting_warps = min(_REGISTERS_OF_PARTITION // max(of_a_warp, 1), _MOST_WARPS_OF_PARTITION) * _PARTITIONS
     shared = -(-resources.shared_nbytes // _SHARED_UNIT) * _SHARED_UNIT + _RESERVED_SHARED_NBYTES
     return min(fitting_warps // warps, gpu.shared_nbytes // shared, _MOST_BLOCKS)
 
 
 class Bandwidth(NamedTuple):
-    """The share of the memory's rate that a kernel reaches, without any overlap and with all of it; and what limits."""
+    """The share of the memory's rate that a kernel makes use of: without any overlap, with all of it; and the limit."""
 
     least: float
     most: float
     pipe: str
-    memory_cycles: float
-    pipe_cycles: float
 
 
-def estimate_bandwidth(gpu: Gpu, nbytes: float, pipes: Mapping[str, float]) -> Bandwidth:
-    """Estimate from what a chunk moves and issues; ``pipes`` are warp instructions, of LSU wavefronts of 128 bytes.
+def estimate_bandwidth(gpu: Gpu, needed_nbytes: float, moved_nbytes: float, pipes: Mapping[str, float]) -> Bandwidth:
+    """Estimate from what a chunk must move, what it does move, and what it issues.
 
     At least: the memory's time and then the busiest pipe's. At most: whichever is longer.
+
+    Args:
+        gpu: the device.
+        needed_nbytes: bytes that no kernel could do without.
+        moved_nbytes: bytes that the kernel loads and stores.
+        pipes: warp instructions of each pipe, of LSU wavefronts of 128 bytes, and of all as ``"issued"``.
+
     """
-    memory = nbytes / (gpu.bytes_per_s / gpu.sms / gpu.clock_hz)
-    cycles = {pipe: pipes.get(pipe, 0.0) * _WARP / lanes for pipe, lanes in gpu.pipe_lanes.items()}
+    nbytes_per_cycle = gpu.bytes_per_s / gpu.sms / gpu.clock_hz
+    cycles = {pipe: pipes.get(pipe, 0.0) * WARP / lanes for pipe, lanes in gpu.pipe_lanes.items()}
     cycles["issue"] = pipes["issued"] / _PARTITIONS
     pipe = max(cycles, key=lambda one: cycles[one])
-    moving = memory / DRAM_EFFICIENCY
-    return Bandwidth(memory / (moving + cycles[pipe]), memory / max(moving, cycles[pipe]), pipe, memory, cycles[pipe])
+    needed, moving = needed_nbytes / nbytes_per_cycle, moved_nbytes / nbytes_per_cycle / DRAM_EFFICIENCY
+    return Bandwidth(needed / (moving + cycles[pipe]), needed / max(moving, cycles[pipe]), pipe)
