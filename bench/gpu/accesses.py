@@ -87,8 +87,10 @@ def find_same_addresses(blocks: Sequence[BasicBlock]) -> set[int]:
         name = instruction.opcode.split(".")[0]
         # Constants have brackets, too: c[0x0][0x28].
         address = _ADDRESS.search(instruction.text) if name in _MEMORY else None
-        address_differs = address is not None and address[1] is not None and (
-            address[1] in differing or (address[2] is not None and _after(address[1], 1) in differing)
+        address_differs = (
+            address is not None
+            and address[1] is not None
+            and (address[1] in differing or (address[2] is not None and _after(address[1], 1) in differing))
         )
         if address is not None and not address_differs:
             same.add(id(instruction))

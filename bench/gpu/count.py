@@ -79,9 +79,7 @@ def count_kernel(blocks: Sequence[BasicBlock], regions: Sequence[Region], launch
     }
     leaves = {number for number in reached if _leaves(blocks[number])}
     times = find_executions({n: blocks[n].successors & reached for n in reached}, leaves, votes, launch.warps)
-    against = sum(
-        sum(abs(times[number] - said) * many for said, many in votes[number].items()) for number in reached
-    )
+    against = sum(sum(abs(times[number] - said) * many for said, many in votes[number].items()) for number in reached)
     _add_subroutines(blocks, times)
     same_addresses = find_same_addresses(blocks)
     for number, executed in times.items():

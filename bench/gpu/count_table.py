@@ -91,9 +91,7 @@ def count_cases(cases: Sequence[Case] = CASES, capabilities: Sequence[str] = CAP
     return rows, describe(text, list(notes))
 
 
-def count_verb(
-    text: KernelText, capability: str, case: str, verb: str, measured: Measured
-) -> tuple[Row, list[str]]:
+def count_verb(text: KernelText, capability: str, case: str, verb: str, measured: Measured) -> tuple[Row, list[str]]:
     """Count all launches of a verb."""
     launches = measured.launches[verb]
     counts = [count_kernel(text.blocks(one.kernel, capability), text.regions, one) for one in launches]

@@ -104,9 +104,7 @@ def find_executions(
     network.excess[2 * numbers[0]] += entered
     network.excess[outside] -= entered
     network.balance()
-    return {
-        block: starts[block] + sum(sign * network.left[arc ^ 1] for arc, sign in steps[block]) for block in numbers
-    }
+    return {block: starts[block] + sum(sign * network.left[arc ^ 1] for arc, sign in steps[block]) for block in numbers}
 
 
 def _median(votes: Mapping[float, int]) -> float:

@@ -70,7 +70,7 @@ def parse_sass(text: str, kernel: str) -> list[BasicBlock]:
     """Return the blocks of a kernel; the first one is where it begins."""
     blocks, frames, fresh, inside = [BasicBlock()], list[Frame](), True, False
     for line in text.splitlines():
-        if line.startswith("\t.section") or line.startswith("//----"):
+        if line.startswith(("\t.section", "//----")):
             inside = False
         if line.startswith(f".text.{kernel}:"):
             inside = True
