@@ -13,13 +13,44 @@ SECTOR_NBYTES = 32
 """What device memory is read and written by."""
 _WAVEFRONT_NBYTES = 128
 
-_FP32 = "FADD FMUL FFMA IMAD FADD2 FMUL2 FFMA2 FADD32I FMUL32I FFMA32I HFMA2 HADD2 HMUL2".split()
+_FP32 = (
+    "FADD",
+    "FMUL",
+    "FFMA",
+    "IMAD",
+    "FADD2",
+    "FMUL2",
+    "FFMA2",
+    "FADD32I",
+    "FMUL32I",
+    "FFMA32I",
+    "HFMA2",
+    "HADD2",
+    "HMUL2",
+)
 _GLOBAL_LOADS, _GLOBAL_STORES = ("LDG", "LD", "LDGSTS"), ("STG", "ST", "RED", "REDG")
 _ATOMICS = ("ATOM", "ATOMG")
-_OTHER_LSU = "LDS STS ATOMS SHFL LDSM LDL STL CCTL MATCH".split()
-_XU = "POPC FLO BREV MUFU I2F F2I I2FP F2F REDUX CREDUX".split()
-_CONTROL = "BRA EXIT BSSY BSYNC BAR WARPSYNC CALL RET NOP BRX JMP YIELD BREAK BMOV ELECT NANOSLEEP".split()
-_CONSTANTS = "LDC S2R S2UR CS2R ULDC LDCU R2UR".split()
+_OTHER_LSU = ("LDS", "STS", "ATOMS", "SHFL", "LDSM", "LDL", "STL", "CCTL", "MATCH")
+_XU = ("POPC", "FLO", "BREV", "MUFU", "I2F", "F2I", "I2FP", "F2F", "REDUX", "CREDUX")
+_CONTROL = (
+    "BRA",
+    "EXIT",
+    "BSSY",
+    "BSYNC",
+    "BAR",
+    "WARPSYNC",
+    "CALL",
+    "RET",
+    "NOP",
+    "BRX",
+    "JMP",
+    "YIELD",
+    "BREAK",
+    "BMOV",
+    "ELECT",
+    "NANOSLEEP",
+)
+_CONSTANTS = ("LDC", "S2R", "S2UR", "CS2R", "ULDC", "LDCU", "R2UR")
 _MEMORY = (*_GLOBAL_LOADS, *_GLOBAL_STORES, *_ATOMICS, "LDS", "STS", "ATOMS", "LDSM")
 _NO_DESTINATION = (*_GLOBAL_STORES, *_CONTROL, "STS", "STL", "CCTL")
 

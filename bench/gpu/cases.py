@@ -20,6 +20,7 @@ VERBS = ("encode", "verify", "decode")
 _UPDATE = StateUpdate(decay=0.95)
 _SIGN_STEP = Epilogue("sign_step", lr=1e-3, keep=0.999)
 _SIDE = 64
+_BF16_VALUES = demo(k=32, chunk=_SIDE)
 
 
 def _noise(rows: int, cols: int) -> Tensor:
@@ -30,7 +31,8 @@ def _pink(rows: int, cols: int) -> Tensor:
     """Return numbers whose spectrum falls with frequency, as that of gradients often does."""
     spectrum = torch.fft.rfft2(_noise(rows, cols))
     frequencies = 1 + torch.arange(rows)[:, None].minimum(rows - torch.arange(rows)[:, None])
-    return torch.fft.irfft2(spectrum / (frequencies + torch.arange(spectrum.shape[1])), s=(rows, cols))
+    x: Tensor = torch.fft.irfft2(spectrum / (frequencies + torch.arange(spectrum.shape[1])), s=(rows, cols))
+    return x
 
 
 def _one_column(rows: int, cols: int) -> Tensor:
@@ -62,7 +64,7 @@ class Case:
     verbs: tuple[str, ...] = VERBS
     shape: tuple[int, int] = (3 * _SIDE, 4 * _SIDE)
     dtype: torch.dtype = torch.float32
-    compressor: Compressor = demo(k=32, chunk=_SIDE)
+    compressor: Compressor = _BF16_VALUES
     average: Average = "nodes"
     epilogue: Epilogue = _SIGN_STEP
 

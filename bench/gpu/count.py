@@ -6,7 +6,7 @@ the regions of its text (``COUNT(name)``). What branches and loops the compiler 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -41,8 +41,8 @@ class Count:
     """What all warps of a launch do together; ``notes`` say what the count does not know."""
 
     issued: float = 0.0
-    pipes: Counter[str] = field(default_factory=Counter)
-    regions: Counter[str] = field(default_factory=Counter)
+    pipes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    regions: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     barriers: float = 0.0
     loaded_nbytes: float = 0.0
     stored_nbytes: float = 0.0
@@ -172,7 +172,7 @@ def _leaves(block: BasicBlock) -> bool:
 
 def _add_subroutines(blocks: Sequence[BasicBlock], times: dict[int, float]) -> None:
     """Add the blocks behind the label of a subroutine, as often as the calls execute."""
-    called: Counter[str] = Counter()
+    called: defaultdict[str, float] = defaultdict(float)
     for number, executed in times.items():
         called[blocks[number].calls] += executed
     current = ""

@@ -19,6 +19,20 @@ from bench.tables import print_table
 from flexcomm.kernels.gpu import OPTIONS, SOURCE
 
 CAPABILITIES = ("80", "90", "100")
+_SASS = ("SASS instructions; LSU: wavefronts of 128 bytes, without bank conflicts.",)
+_PTX = (
+    "PTX instructions, not SASS: no pipes and no estimates, and every access as if no two lanes had one address.",
+    "For SASS: pip install nvidia-cuda-nvdisasm",
+)
+_METHOD = (
+    "Times how often warps pass each COUNT(name), measured by running the kernels on the host.",
+    "Per chunk of the case, all launches of a verb together.",
+    "bytes/element: all accesses to device memory, as if every lane took part and no cache kept anything;",
+    "needed: gradient, state and parameter once each way, and payloads.",
+    f"of HBM: the needed bytes over the longest and the shortest time: the memory's / {DRAM_EFFICIENCY} (assumed) and",
+    "then the busiest pipe's, or both at once. Not in it: latency, too few blocks, the instruction cache.",
+    *SOURCES.splitlines(),
+)
 _COLUMNS = (
     *("case", "verb", "launches", "warp instr./chunk", "FP32", "ALU", "LSU", "XU", "barriers", "bytes/element"),
     *("needed", "registers", "spilled bytes", "shared bytes", "blocks/SM", "of HBM, est.", "limit"),
@@ -126,7 +140,8 @@ def _add(counts: Sequence[Count]) -> Count:
     total = Count()
     for one in counts:
         total.issued += one.issued
-        total.pipes.update(one.pipes)
+        for pipe, number in one.pipes.items():
+            total.pipes[pipe] += number
         total.barriers += one.barriers
         total.loaded_nbytes += one.loaded_nbytes
         total.stored_nbytes += one.stored_nbytes
@@ -135,23 +150,7 @@ def _add(counts: Sequence[Count]) -> Count:
 
 def describe(text: KernelText, notes: Sequence[str]) -> str:
     """Return how the numbers were found, and what they assume."""
-    if text.nvdisasm is None:
-        first = (
-            "PTX instructions, not SASS: no pipes and no estimates, and every access as if no two lanes asked for the "
-            "same address. For SASS: pip install nvidia-cuda-nvdisasm"
-        )
-    else:
-        first = "SASS instructions; LSU: wavefronts of 128 bytes, without bank conflicts."
-    lines = [
-        first,
-        "Times how often warps pass each COUNT(name), measured by running the kernels on the host. Per chunk of the "
-        "case, all launches of a verb together.",
-        "bytes/element: all accesses to device memory, as if every lane took part and no cache kept anything; needed: gradient, "
-        "state and parameter once each way, and payloads.",
-        f"of HBM: the needed bytes over the longest and the shortest time: the memory's time / {DRAM_EFFICIENCY} (assumed) and then "
-        "the busiest pipe's, or both at once. Not in it: latency, too few blocks, the instruction cache.",
-        SOURCES,
-    ]
+    lines = [*(_SASS if text.nvdisasm else _PTX), *_METHOD]
     if not text.regions:
         lines.append(f"{text.name} marks no regions: loops count as one round, and branches as taken.")
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])

@@ -8,7 +8,7 @@ fewest instructions: a flow of least cost, found by successive shortest paths.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 _NOTHING = 1e-6
 _UNBOUNDED = float("inf")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,15 +49,13 @@ def carries_device_memory(world: World) -> None:
 
 def sync_gives_the_bits_of_the_host(world: World) -> None:
     """What is synchronised on devices is what is synchronised on hosts, and the same on all ranks."""
+    sync = partial(flexcomm.hierarchical_sync, world=world, names=["a", "b", "c"])
     for compressor in _COMPRESSORS:
         here, there = flexcomm.Residuals(), flexcomm.Residuals()
         for step in _STEPS:
             xs = [_eighths(world, step, shape) for shape in _SHAPES]
-            options = {"world": world, "names": ["a", "b", "c"], "step": step}
-            on_device = flexcomm.hierarchical_sync(
-                [x.to(world.device) for x in xs], compressor, residuals=here, **options
-            )
-            on_host = flexcomm.hierarchical_sync(xs, compressor, residuals=there, **options)
+            on_device = sync([x.to(world.device) for x in xs], compressor, residuals=here, step=step)
+            on_host = sync(xs, compressor, residuals=there, step=step)
             for got, expected in zip(on_device, on_host, strict=True):
                 require(world, got.device == world.device, f"{compressor} leaves tensors on their device")
                 require_equal(world, got.cpu(), expected, f"{compressor}, step {step}: devices do what hosts do")
@@ -67,8 +66,8 @@ def everything_sent_is_the_exact_mean(world: World) -> None:
     """Sums of eighths are exact, so that no order of adding matters."""
     x = _eighths(world, 0, _SHAPES[0])
     out = flexcomm.hierarchical_sync(x.to(world.device), flexcomm.dense(torch.float32), world=world)
-    total = sum(_eighths(world, 0, _SHAPES[0], rank).double() for rank in range(world.topology.size))
-    torch.testing.assert_close(out.cpu(), (total / world.topology.size).float(), rtol=2.0**-22, atol=0)
+    of_all_ranks = torch.stack([_eighths(world, 0, _SHAPES[0], rank) for rank in range(world.topology.size)])
+    torch.testing.assert_close(out.cpu(), of_all_ranks.mean(dim=0), rtol=2.0**-22, atol=0)
 
 
 def mixing_gives_the_bits_of_the_host(world: World) -> None:

@@ -76,7 +76,7 @@ def _find_versions(has: frozenset[str]) -> dict[str, str]:
     if torch.version.cuda:
         versions["CUDA of torch"] = str(torch.version.cuda)
     if "NCCL" in has:
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     if {"CuPy", "a CUDA device"} <= has:
         runtime = importlib.import_module("cupy").cuda.runtime
         versions["driver's CUDA"] = str(runtime.driverGetVersion())

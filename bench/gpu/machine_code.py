@@ -55,7 +55,7 @@ def disassemble(nvdisasm: Path, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [nvdisasm, "-c", "-g", "-gi", file.name]
+        command = [str(nvdisasm), "-c", "-g", "-gi", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -109,7 +109,7 @@ def _link_sass(blocks: Sequence[BasicBlock]) -> None:
             if one.opcode.startswith("BSSY"):
                 meets[one.text.split()[1].rstrip(",")] = _TARGET.findall(one.text)[0]
         if not block.instructions:
-            targets, falls_through = [], True
+            targets, falls_through = list[str](), True
         else:
             targets, falls_through = _successors(block.instructions[-1], meets)
         if block.instructions and block.instructions[-1].opcode.startswith("CALL"):

@@ -43,11 +43,10 @@ def show_count() -> bool:
     found = "".join(map(str, torch.cuda.get_device_capability())) if torch.cuda.is_available() else CAPABILITIES[0]
     rows, _ = count_cases(CASES[:1], [found])
     for row in rows:
-        estimate = (
-            "" if row.least_share is None else f", {row.least_share:.0%} to {row.most_share:.0%} of HBM estimated"
-        )
-        said = f"{row.verb} {row.instructions:,.0f} warp instructions and {row.barriers:.0f} barriers a chunk{estimate}"
+        share = "not estimated" if row.least_share is None else f"{row.least_share:.0%} to {row.most_share:.0%} of HBM"
+        said = f"{row.verb} {row.instructions:,.0f} warp instructions and {row.barriers:.0f} barriers a chunk"
         emit(Result(f"{row.verb}_instructions", holds=None, said=said, value=row.instructions))
+        emit(Result(f"{row.verb}_estimate", holds=None, said=f"{row.verb} {share}", value=row.least_share))
     return True
 
 

@@ -12,6 +12,7 @@ from bench.gpu.results import Result, emit, try_law
 from bench.gpu.steps import measure_host_reads, measure_overlap
 from flexcomm import World
 from flexcomm.bootstrap.groups import TransportName
+from flexcomm.transport.mpi import mpi_is_gpu_aware
 
 _TIMEOUT_S = 120.0
 
@@ -26,7 +27,7 @@ def main(law: str, intra: TransportName = "auto", inter: TransportName = "auto")
         for result in results if speaks else ():
             emit(result)
         if speaks and law == "transport":
-            emit(Result("transports", holds=None, said=f"intra {world.intra.name}, inter {world.inter.name}"))
+            emit(Result("transports", holds=None, said=_describe(world)))
         return 0 if held and not any(result.holds is False for result in results) else 1
 
 
@@ -34,6 +35,13 @@ def _measure(law: str, world: World) -> Sequence[Result]:
     if law == "host_reads":
         return measure_host_reads(world)
     return measure_overlap(world) if law == "overlap" else ()
+
+
+def _describe(world: World) -> str:
+    said = f"intra {world.intra.name}, inter {world.inter.name}"
+    if world.inter.name != "mpi":
+        return said
+    return f"{said}, {'given' if mpi_is_gpu_aware() else 'never given'} device memory"
 
 
 if __name__ == "__main__":

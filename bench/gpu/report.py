@@ -28,6 +28,7 @@ def write_report(machine: Machine, outcomes: Sequence[Outcome]) -> str:
     if outcomes:
         lines += ["", "| section | outcome | seconds | |", "|---|---|---:|---|"]
         lines += [f"| {one.section} | {one.state} | {one.seconds:.0f} | {_cell(one.said)} |" for one in outcomes]
+    lines += _compare_speed(outcomes)
     for one in failed:
         lines += ["", f"## {one.section}", "", "```", one.output.replace("```", "'''"), "```"]
     return "\n".join(lines)
@@ -51,6 +52,17 @@ def _count_devices(machine: Machine) -> dict[str, int]:
         name = f"{one.name}, sm_{one.capability}, {one.nbytes / 2**30:.0f} GiB"
         counts[name] = counts.get(name, 0) + 1
     return counts
+
+
+def _compare_speed(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the measured shares of the memory's bandwidth beside those that were estimated."""
+    said = {one.name: one.said for outcome in outcomes for one in outcome.results}
+    rows = [
+        f"| {said[f'{verb}_share']} | {said.get(f'{verb}_estimate', 'not estimated')} |"
+        for verb in ("encode", "verify", "decode")
+        if f"{verb}_share" in said
+    ]
+    return ["", "| measured | estimated by counting |", "|---|---|", *rows] if rows else []
 
 
 def _cell(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ def plan_sections(machine: Machine, *, quick: bool = False) -> list[Section]:
         ),
         _on_ranks("sync: 4 ranks on 1 GPU", "sync", _SHARED, _SHARED // 2, env=first_device),
         _on_ranks("host reads of a step", "host_reads", ranks, per_node),
-        _on_device("instructions, counted", "count", "", _LONG_LIMIT_S),
+        _on_device("instructions, counted", "count", "" if shutil.which("g++") else "no g++", _LONG_LIMIT_S),
         _on_device("speed", "speed", has_cupy),
         _on_ranks("overlap of the FSDP2 hook", "overlap", ranks, per_node),
     ]

@@ -31,7 +31,7 @@ class DeviceClock:
     """CUDA events on the current stream."""
 
     def time(self, work: Callable[[], object]) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
         begin.record()
         work()
         end.record()

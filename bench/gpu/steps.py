@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import median
 
 import torch
@@ -68,7 +69,7 @@ def measure_overlap(world: World) -> list[Result]:
             attach_to_fsdp(model, compressor, world=world)
         optimizer = SGD(model.parameters(), 1e-4)
         train(model, optimizer, world, _WARM_UP, width)
-        seconds[name] = time_steps(lambda m=model, o=optimizer: train(m, o, world, range(1), width), world)
+        seconds[name] = time_steps(partial(train, model, optimizer, world, range(1), width), world)
     ratio = seconds["hook"] / seconds["alone"]
     with_hook, alone = (f"{seconds[name] * 1e3:.1f} ms" for name in ("hook", "alone"))
     said = f"a step takes {with_hook} with the hook, {alone} without: {ratio:.2f}x"
@@ -85,7 +86,8 @@ def time_steps(step: Callable[[], object], world: World) -> float:
         step()
         _synchronize(world)
         seconds[number] = time.perf_counter() - start_s
-    return median(world.control.all_gather(seconds).wait().amax(dim=0).tolist())
+    slowest: list[float] = world.control.all_gather(seconds).wait().amax(dim=0).tolist()
+    return median(slowest)
 
 
 def _synchronize(world: World) -> None:
