@@ -66,6 +66,9 @@ class Access(NamedTuple):
 def find_pipe(instruction: Instruction) -> str:
     """Return the pipe that takes an instruction of SASS, as the tables of Nsight Compute name them."""
     name = instruction.opcode.split(".")[0]
+    if name.islower():
+        # PTX does not say.
+        return "other"
     if name in _FP32:
         return "FP32"
     if name in (*_GLOBAL_LOADS, *_GLOBAL_STORES, *_ATOMICS, *_OTHER_LSU):

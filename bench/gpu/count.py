@@ -17,7 +17,7 @@ from bench.gpu.flow import find_executions
 from bench.gpu.machine_code import BasicBlock, Frame, Instruction, find_loops, find_reached
 from bench.gpu.regions import Region
 
-_TOLERATED = 0.01
+_TOLERATED = 0.05
 
 
 class Launch(NamedTuple):
@@ -64,18 +64,22 @@ def count_kernel(blocks: Sequence[BasicBlock], regions: Sequence[Region], launch
     """Count a launch.
 
     An instruction is said to execute as often as warps passed the innermost region that holds its line, or the line
-    that called it. All instructions of a basic block execute equally often, and warps that enter leave: see
+    that called it; outside of the compiled loops, as often as what is around the loops of the text, for it was moved
+    out of them. All instructions of a basic block execute equally often, and warps that enter leave: see
     :func:`find_executions`. What follows only where a warp is not converged never executes; a subroutine does as often
     as it is called.
     """
     count, reached = Count(), find_reached(blocks)
+    depths = _find_depths(blocks, reached)
     chains = {id(one): _chain(one.frames, regions) for number in reached for one in blocks[number].instructions}
+    _note_unmarked_loops(blocks, depths, chains, count.notes)
     trips = _find_trips(set(chains.values()), launch)
-    in_loops = _find_marked_loops(blocks, reached, chains, count.notes)
-    _share_among_copies([one for number in in_loops for one in blocks[number].instructions], chains, trips, count.notes)
+    _share_among_copies(blocks, depths, chains, trips, count.notes)
     votes = {
-        number: Counter(trips[chains[id(one)]] for one in blocks[number].instructions if one.frames)
-        for number in reached
+        number: Counter(
+            trips[_leave_loops(chains[id(one)], depth)] for one in blocks[number].instructions if one.frames
+        )
+        for number, depth in depths.items()
     }
     leaves = {number for number in reached if _leaves(blocks[number])}
     times = find_executions({n: blocks[n].successors & reached for n in reached}, leaves, votes, launch.warps)
@@ -135,33 +139,58 @@ def _find_trips(chains: Iterable[Chain], launch: Launch) -> dict[Chain, float]:
     return trips
 
 
-def _find_marked_loops(
-    blocks: Sequence[BasicBlock], reached: set[int], chains: Mapping[int, Chain], notes: list[str]
-) -> set[int]:
-    """Return the blocks that are in any loop; note the loops of which no line is in a marked one."""
-    in_loops = set[int]()
+def _loops_of(chain: Chain) -> int:
+    return sum(scope.region.loop for scope in chain)
+
+
+def _leave_loops(chain: Chain, depth: int) -> Chain:
+    """Return the scopes around a line, without those in more than ``depth`` loops."""
+    while _loops_of(chain) > depth:
+        chain = chain[:-1]
+    return chain
+
+
+def _find_depths(blocks: Sequence[BasicBlock], reached: set[int]) -> dict[int, int]:
+    """Return in how many loops each block is."""
+    depths = dict.fromkeys(reached, 0)
     for depth, loop in find_loops(blocks, reached):
-        in_loops |= loop
+        depths |= dict.fromkeys(loop, depth)
+    return depths
+
+
+def _note_unmarked_loops(
+    blocks: Sequence[BasicBlock], depths: Mapping[int, int], chains: Mapping[int, Chain], notes: list[str]
+) -> None:
+    for depth, loop in find_loops(blocks, depths):
         inside = [one for number in loop for one in blocks[number].instructions if one.frames]
-        if all(sum(scope.region.loop for scope in chains[id(one)]) < depth for one in inside):
+        if all(_loops_of(chains[id(one)]) < depth for one in inside):
             lines = Counter(one.frames[-1] for one in inside)
             where = "{}:{}".format(*lines.most_common(1)[0][0]) if lines else "no line"
             notes.append(f"a loop at {where} has no COUNT: counted as one round")
-    return in_loops
 
 
 def _share_among_copies(
-    instructions: Sequence[Instruction], chains: Mapping[int, Chain], trips: dict[Chain, float], notes: list[str]
+    blocks: Sequence[BasicBlock],
+    depths: Mapping[int, int],
+    chains: Mapping[int, Chain],
+    trips: dict[Chain, float],
+    notes: list[str],
 ) -> None:
-    """Of a loop's body that the compiler copied, let each copy have its share."""
+    """Share the rounds of a loop among the copies of its body that the compiler made, in the loop and before it.
+
+    Copies are found as equal instructions of one line: most of those in the loop are there as often as the body is.
+    """
     inside: dict[Chain, Counter[tuple[str, tuple[Frame, ...]]]] = {}
-    for one in instructions:
-        chain = chains[id(one)]
-        if chain and chain[-1].region.loop:
-            inside.setdefault(chain, Counter())[one.opcode, one.frames] += 1
+    outside: Counter[tuple[str, tuple[Frame, ...]]] = Counter()
+    for number, depth in depths.items():
+        for one in blocks[number].instructions:
+            chain = chains[id(one)]
+            if chain and chain[-1].region.loop:
+                found = inside.setdefault(chain, Counter()) if depth >= _loops_of(chain) else outside
+                found[one.opcode, one.frames] += 1
     for chain, alike in inside.items():
-        copies = median_low(alike.values())
-        trips[chain] /= copies
+        copies, peeled = median_low(alike.values()), median_low(outside[one] for one in alike)
+        trips[chain] = max(0.0, trips[chain] - peeled * trips[chain[:-1]]) / copies
         if copies > 1 and trips[chain]:
             notes.append(f"the loop {chain[-1].region.name} has {copies} copies of its body: each had as many rounds")
 
@@ -171,12 +200,10 @@ def _leaves(block: BasicBlock) -> bool:
 
 
 def _add_subroutines(blocks: Sequence[BasicBlock], times: dict[int, float]) -> None:
-    """Add the blocks behind the label of a subroutine, as often as the calls execute."""
+    """Add the blocks of every subroutine, as often as the calls execute."""
     called: defaultdict[str, float] = defaultdict(float)
     for number, executed in times.items():
         called[blocks[number].calls] += executed
-    current = ""
     for number, block in enumerate(blocks):
-        current = next((label for label in block.labels if label.startswith("$")), current)
-        if current and number not in times and called[current]:
-            times[number] = called[current]
+        for label in called.keys() & set(block.labels):
+            times |= dict.fromkeys(find_reached(blocks, number), called[label])

@@ -12,7 +12,7 @@ from bench.gpu.cases import CASES, Case, Measured, run_case
 from bench.gpu.compile import Compiled, compile_text
 from bench.gpu.count import Count, count_kernel
 from bench.gpu.cuda_on_host import CountingLauncher, compile_kernels
-from bench.gpu.devices import DRAM_EFFICIENCY, GPUS, SOURCES, Resources, count_blocks, estimate_bandwidth
+from bench.gpu.devices import DRAM_EFFICIENCY, GPUS, PIPES, SOURCES, Resources, count_blocks, estimate_bandwidth
 from bench.gpu.machine_code import BasicBlock, disassemble, find_nvdisasm, parse_ptx, parse_sass
 from bench.gpu.regions import Region, find_regions
 from bench.tables import print_table
@@ -173,7 +173,7 @@ def format_row(row: Row) -> tuple[str, ...]:
         row.verb,
         str(row.launches),
         f"{row.instructions:,.0f}",
-        *(f"{row.pipes.get(pipe, 0):,.0f}" for pipe in ("FP32", "ALU", "LSU", "XU")),
+        *(f"{row.pipes[pipe]:,.0f}" if pipe in row.pipes else "-" for pipe in PIPES),
         f"{row.barriers:.1f}",
         f"{row.bytes_per_element:.1f}",
         f"{row.needed_bytes_per_element:.1f}",

@@ -14,8 +14,8 @@ from bench.gpu.devices import WARP
 from flexcomm.kernels.gpu.launcher import CupyLauncher, Job, LaunchConfig
 
 SHIM = Path(__file__).with_name("cuda_on_host.h")
-# The host must not fuse or reorder either.
-FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+# The host must not fuse or reorder either. Without unique symbols, libraries of one process have counters of their own.
+FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fPIC", "-shared", "-w")
 SHARED_NBYTES = 48 << 10
 _LAUNCH = """
 alignas(16) unsigned shared_words[1u << 14];

@@ -87,6 +87,8 @@ def parse_sass(text: str, kernel: str) -> list[BasicBlock]:
             blocks[-1].instructions.append(Instruction(found[2], found[1].strip(), tuple(frames)))
             if found[2].split(".")[0] in ("BRA", "EXIT", "RET", "BRX", "JMP", "CALL", "BSYNC"):
                 _begin_block(blocks)
+    if not blocks[-1].instructions:
+        blocks.pop()
     _link_sass(blocks)
     return blocks
 
@@ -153,7 +155,8 @@ def parse_ptx(text: str, kernel: str) -> list[BasicBlock]:
             break
         if loc := _PTX_LOC.search(line):
             outer = callers.get((loc[4], loc[5], loc[6]), ((names[loc[4]], int(loc[5])),)) if loc[4] else ()
-            frames = ((names[loc[1]], int(loc[2])), *outer)
+            # Line 0 is what the compiler made of its own.
+            frames = ((names[loc[1]], int(loc[2])), *outer) if int(loc[2]) else ()
             callers[loc[1], loc[2], loc[3]] = frames
         elif label := re.match(r"^(\$\w+):", line):
             _begin_block(blocks)
@@ -171,9 +174,9 @@ def parse_ptx(text: str, kernel: str) -> list[BasicBlock]:
     return blocks
 
 
-def find_reached(blocks: Sequence[BasicBlock]) -> set[int]:
-    """Return the blocks that follow from the first one, by number; subroutines are not followed."""
-    reached, ahead = set[int](), [0]
+def find_reached(blocks: Sequence[BasicBlock], start: int = 0) -> set[int]:
+    """Return the blocks that follow from one, by number; subroutines are not followed."""
+    reached, ahead = set[int](), [start]
     while ahead:
         number = ahead.pop()
         if number not in reached:
