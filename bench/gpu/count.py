@@ -73,11 +73,11 @@ def count_kernel(blocks: Sequence[BasicBlock], regions: Sequence[Region], launch
     depths = _find_depths(blocks, reached)
     chains = {id(one): _chain(one.frames, regions) for number in reached for one in blocks[number].instructions}
     _note_unmarked_loops(blocks, depths, chains, count.notes)
-    trips = _find_trips(set(chains.values()), launch)
-    _share_among_copies(blocks, depths, chains, trips, count.notes)
+    passes = _find_passes(set(chains.values()), launch)
+    _share_among_copies(blocks, depths, chains, passes, count.notes)
     votes = {
         number: Counter(
-            trips[_leave_loops(chains[id(one)], depth)] for one in blocks[number].instructions if one.frames
+            passes[_leave_loops(chains[id(one)], depth)] for one in blocks[number].instructions if one.frames
         )
         for number, depth in depths.items()
     }
@@ -116,7 +116,7 @@ def _chain(frames: Sequence[Frame], regions: Sequence[Region]) -> Chain:
     return tuple(scopes)
 
 
-def _find_trips(chains: Iterable[Chain], launch: Launch) -> dict[Chain, float]:
+def _find_passes(chains: Iterable[Chain], launch: Launch) -> dict[Chain, float]:
     """Return how often warps pass each chain of scopes.
 
     A region that was inlined at several places has one number of passes for all: it is shared out as often as what is
@@ -124,19 +124,19 @@ def _find_trips(chains: Iterable[Chain], launch: Launch) -> dict[Chain, float]:
     several copies of it in a row.
     """
     known = {chain[:length] for chain in chains for length in range(len(chain) + 1)} | {()}
-    trips: dict[Chain, float] = {(): float(launch.warps)}
+    passes: dict[Chain, float] = {(): float(launch.warps)}
 
     def find(chain: Chain) -> float:
-        if chain not in trips:
+        if chain not in passes:
             region, around = chain[-1].region, find(chain[:-1])
             everywhere = sum(find(one[:-1]) for one in known if one and one[-1].region == region)
-            passes = launch.passes.get(region.name, 0) * around / everywhere if everywhere else 0.0
-            trips[chain] = passes if region.loop else min(passes, around)
-        return trips[chain]
+            share = launch.passes.get(region.name, 0) * around / everywhere if everywhere else 0.0
+            passes[chain] = share if region.loop else min(share, around)
+        return passes[chain]
 
     for chain in known:
         find(chain)
-    return trips
+    return passes
 
 
 def _loops_of(chain: Chain) -> int:
@@ -173,7 +173,7 @@ def _share_among_copies(
     blocks: Sequence[BasicBlock],
     depths: Mapping[int, int],
     chains: Mapping[int, Chain],
-    trips: dict[Chain, float],
+    passes: dict[Chain, float],
     notes: list[str],
 ) -> None:
     """Share the rounds of a loop among the copies of its body that the compiler made, in the loop and before it.
@@ -190,8 +190,8 @@ def _share_among_copies(
                 found[one.opcode, one.frames] += 1
     for chain, alike in inside.items():
         copies, peeled = median_low(alike.values()), median_low(outside[one] for one in alike)
-        trips[chain] = max(0.0, trips[chain] - peeled * trips[chain[:-1]]) / copies
-        if copies > 1 and trips[chain]:
+        passes[chain] = max(0.0, passes[chain] - peeled * passes[chain[:-1]]) / copies
+        if copies > 1 and passes[chain]:
             notes.append(f"the loop {chain[-1].region.name} has {copies} copies of its body: each had as many rounds")
 
 

@@ -24,6 +24,7 @@ from flexcomm import World, gossip
 from flexcomm.testing import check_transport
 from flexcomm.testing.cases import require, require_equal
 from flexdemo import FlexDeMo, attach_to_ddp, attach_to_fsdp
+from flexdemo.parameters import local
 
 _SHAPES = ((128, 96), (70, 33), (1000,))
 _STEPS = range(3)
@@ -163,5 +164,4 @@ def _eighths(world: World, step: int, shape: tuple[int, ...], rank: int | None =
 
 def _require_equal_models(world: World, one: Module, other: Module, law: str) -> None:
     for (name, x), y in zip(one.named_parameters(), other.parameters(), strict=True):
-        here, there = (getattr(p, "_local_tensor", p).detach() for p in (x, y))
-        require_equal(world, here, there, f"{law}: {name}")
+        require_equal(world, local(x).detach(), local(y).detach(), f"{law}: {name}")

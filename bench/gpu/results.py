@@ -12,9 +12,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from bench.gpu.sections import Section
+if TYPE_CHECKING:
+    from bench.gpu.sections import Section
 
 _MARK = "RESULT "
 _LAST_LINES = 15
@@ -101,7 +102,7 @@ def run_section(section: Section) -> Outcome:
         code = _wait(process, section.limit_s)
         file.seek(0)
         output = file.read()
-    return judge(section, code, output, time.monotonic() - start_s)
+    return find_outcome(section, code, output, time.monotonic() - start_s)
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
@@ -127,7 +128,7 @@ def _signal_group(group: int, number: int) -> None:
         return
 
 
-def judge(section: Section, code: int | None, output: str, seconds: float) -> Outcome:
+def find_outcome(section: Section, code: int | None, output: str, seconds: float) -> Outcome:
     """Return what an exit code and an output mean."""
     results = read_results(output)
     broken = [one for one in results if one.holds is False]

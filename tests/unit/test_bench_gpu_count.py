@@ -136,7 +136,8 @@ def test_regions_are_the_blocks_around_their_marks() -> None:
 
 
 def test_a_loops_condition_is_part_of_it_and_that_of_a_branch_is_not() -> None:
-    text = 'void f() {\n  while (a\n      && b) {\n    COUNT(one); // }\n  }\n  if (c) {\n    COUNT(two); s = "}";\n  }\n}\n'
+    text = "void f() {\n  while (a\n      && b) {\n    COUNT(one); // }\n  }\n"
+    text += '  if (c) {\n    COUNT(two); s = "}";\n  }\n}\n'
     assert [(one.first, one.last, one.loop) for one in find_regions("f.cu", text)] == [(2, 5, True), (7, 8, False)]
 
 
