@@ -1,13 +1,18 @@
-"""Kernels compiled for a GPU by NVRTC, as a launch would compile them, with the lines of their text."""
+"""Kernels compiled for a GPU as a launch would compile them, with the lines of their text: by NVRTC, else by nvcc."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from bench.errors import UsageError
+from bench.errors import CompilerMissingError, UsageError
 from bench.gpu.devices import Resources
+from flexcomm.errors import FlexcommError
 from flexcomm.kernels.gpu.launcher import load_nvrtc
 
 
@@ -16,17 +21,19 @@ class Compiled(NamedTuple):
 
     cubin: bytes
     ptx: str
-    resources: Mapping[str, Resources]
+    resources: dict[str, Resources]
 
 
-def compile_text(
-    name: str, text: str, capability: str, options: Sequence[str], headers: Mapping[str, str] | None = None
-) -> Compiled:
+def compile_text(name: str, text: str, capability: str, options: Sequence[str]) -> Compiled:
     """Compile for a compute capability such as ``"90"``; no device is needed."""
-    nvrtc = load_nvrtc()
-    headers = headers or {}
-    contents, names = (tuple(one.encode() for one in many) for many in (headers.values(), headers))
-    program = nvrtc.createProgram(text, name, contents, names)
+    try:
+        nvrtc = load_nvrtc()
+    except FlexcommError as error:
+        nvcc = shutil.which("nvcc")
+        if nvcc is None:
+            raise CompilerMissingError(f"{error} Or install nvcc, of NVIDIA's CUDA toolkit.") from error
+        return compile_by_nvcc(nvcc, name, text, capability, options)
+    program = nvrtc.createProgram(text, name, (), ())
     flags = (f"--gpu-architecture=sm_{capability}", *options, "-lineinfo", "--ptxas-options=-v")
     try:
         nvrtc.compileProgram(program, flags)
@@ -39,11 +46,24 @@ def compile_text(
         nvrtc.destroyProgram(program)
 
 
+def compile_by_nvcc(nvcc: str, name: str, text: str, capability: str, options: Sequence[str]) -> Compiled:
+    """Do the same by a program; of the same version it gives the same code."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / name
+        source.write_text(text)
+        command = [nvcc, f"-arch=sm_{capability}", *options, "-lineinfo", "-Xptxas", "-v", str(source), "-o"]
+        cubin, ptx = source.with_suffix(".cubin"), source.with_suffix(".ptx")
+        made = subprocess.run([*command, str(cubin), "-cubin"], capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise UsageError(f"nvcc cannot compile {name} for sm_{capability}: {made.stderr}")
+        subprocess.run([*command, str(ptx), "-ptx"], capture_output=True, check=True)
+        return Compiled(cubin.read_bytes(), ptx.read_text(), read_log(made.stderr))
+
+
 def read_log(log: str) -> dict[str, Resources]:
     """Return what ptxas says that each kernel needs."""
     found = {}
     for part in log.split("Compiling entry function ")[1:]:
-        kernel = part.split("'")[1]
         numbers = {
             key: int(match[1]) if (match := re.search(pattern, part)) else 0
             for key, pattern in (
@@ -53,5 +73,6 @@ def read_log(log: str) -> dict[str, Resources]:
                 ("shared", r"(\d+) bytes smem"),
             )
         }
-        found[kernel] = Resources(numbers["registers"], numbers["stores"] + numbers["loads"], numbers["shared"])
+        spilled = numbers["stores"] + numbers["loads"]
+        found[part.split("'")[1]] = Resources(numbers["registers"], spilled, numbers["shared"])
     return found

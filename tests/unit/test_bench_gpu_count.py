@@ -6,6 +6,7 @@ The small kernel is run on the host and compiled by NVRTC, as PTX always, as SAS
 from __future__ import annotations
 
 import ctypes
+import shutil
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import pytest
 
 from bench.errors import UsageError
 from bench.gpu.accesses import Access, find_access, find_pipe, find_same_addresses
-from bench.gpu.compile import compile_text, read_log
+from bench.gpu.compile import compile_by_nvcc, compile_text, read_log
 from bench.gpu.count import Launch, count_kernel
 from bench.gpu.cuda_on_host import compile_for_host, take_passes
 from bench.gpu.devices import A100, H100, Resources, count_blocks, estimate_bandwidth
@@ -261,6 +262,20 @@ def test_an_address_that_all_lanes_share_is_one_sector() -> None:
     same = find_same_addresses([BasicBlock(instructions=code)])
     assert [one.text for one in code if id(one) in same] == [lines[3], lines[7], lines[10]]
     assert find_access(code[3], same_address=True).loaded_nbytes == 32
+
+
+def test_nvcc_gives_the_same_code_as_nvrtc() -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed: it comes with NVIDIA's CUDA toolkit")
+    by_nvcc = compile_by_nvcc(nvcc, "small.cu", TEXT, "90", ("--std=c++17", "--ftz=false", "--prec-div=true"))
+    by_nvrtc = compile_text("small.cu", TEXT, "90", ("--std=c++17", "--ftz=false", "--prec-div=true"))
+    assert by_nvcc.resources["add"].shared_nbytes == by_nvrtc.resources["add"].shared_nbytes == 0
+    loops = [
+        sum(one.opcode == "ld.global.f32" for block in parse_ptx(made.ptx, "add") for one in block.instructions)
+        for made in (by_nvcc, by_nvrtc)
+    ]
+    assert loops == [2, 2]
 
 
 def test_ptxas_says_what_a_kernel_needs() -> None:
