@@ -33,7 +33,7 @@ _METHOD = (
     "then the busiest pipe's, or both at once. Not in it: latency, too few blocks, the instruction cache.",
     *SOURCES.splitlines(),
 )
-_COLUMNS = (
+COLUMNS = (
     *("case", "verb", "launches", "warp instr./chunk", "FP32", "ALU", "LSU", "XU", "barriers", "bytes/element"),
     *("needed", "registers", "spilled bytes", "shared bytes", "blocks/SM", "of HBM, est.", "limit"),
 )
@@ -161,7 +161,7 @@ def print_rows(rows: Sequence[Row], said: str) -> None:
     for capability in dict.fromkeys(row.capability for row in rows):
         gpu = next((f", {one.name}" for one in GPUS if one.capability == capability), "")
         cells = [format_row(row) for row in rows if row.capability == capability]
-        print_table(f"sm_{capability}{gpu}", _COLUMNS, cells, sys.stdout)
+        print_table(f"sm_{capability}{gpu}", COLUMNS, cells, sys.stdout)
     print(said)
 
 

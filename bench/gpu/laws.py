@@ -92,8 +92,9 @@ def the_fsdp2_hook_is_the_optimizers_exchange(world: World) -> None:
 
 
 def replicas_follow_the_ddp_hook(world: World) -> None:
-    device_ids = [world.device.index] if world.device.type != "cpu" else None
-    model = DistributedDataParallel(make_model(world), device_ids=device_ids, bucket_cap_mb=0.01)
+    # DDP sends its parameters over its own group, and NCCL refuses ranks that share a device.
+    group = torch.distributed.new_group(backend="gloo") if shares_devices(world) else None
+    model = DistributedDataParallel(make_model(world), process_group=group, bucket_cap_mb=0.01)
     before = [one.detach().clone() for one in model.parameters()]
     attach_to_ddp(model, _SPARSE, world=world)
     train(model, torch.optim.AdamW(model.parameters(), 0.01), world, _STEPS)
@@ -128,6 +129,11 @@ LAWS: Mapping[str, tuple[Callable[[World], None], ...]] = {
     "ddp_hook": (replicas_follow_the_ddp_hook,),
     "checkpoint": (a_checkpoint_read_to_the_host_goes_on,),
 }
+
+
+def shares_devices(world: World) -> bool:
+    """Return whether this host has more ranks than devices."""
+    return world.device.type != "cpu" and world.topology.size > torch.accelerator.device_count()
 
 
 def make_model(world: World, seed: int = 0, width: int = _WIDTH, blocks: int = 2) -> Sequential:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -51,23 +54,31 @@ class Machine:
 
 def find_machine() -> Machine:
     """Look for devices, packages and programs."""
-    cuda = torch.cuda
-    count = cuda.device_count() if cuda.is_available() else 0
-    devices = []
-    for number in range(count):
-        found = cuda.get_device_properties(number)
-        devices.append(Device(found.name, f"{found.major}{found.minor}", found.total_memory))
+    devices = _find_devices() if torch.cuda.is_available() else ()
     mpis = tuple(one for one in MPIS if is_installed(one)) if _version("mpi4py") else ()
     sanitizer = shutil.which("compute-sanitizer") or ""
     there = {
-        "a CUDA device": bool(devices),
+        "a CUDA device": len(devices) > 0,
         "CuPy": _can_import("cupy"),
         "NCCL": dist.is_available() and dist.is_nccl_available(),
         "an MPI": bool(mpis),
         "compute-sanitizer": bool(sanitizer),
     }
     has = frozenset(name for name, is_there in there.items() if is_there)
-    return Machine(tuple(devices), has, mpis, sanitizer, _find_versions(has))
+    return Machine(devices, has, mpis, sanitizer, _find_versions(has))
+
+
+_DEVICES = """
+import json, torch
+every = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+print(json.dumps([[one.name, f"{one.major}{one.minor}", one.total_memory] for one in every]))
+"""
+
+
+def _find_devices() -> tuple[Device, ...]:
+    """Ask a process of its own: asking takes memory of a device, and may crash."""
+    asked = subprocess.run([sys.executable, "-c", _DEVICES], capture_output=True, text=True, check=False)
+    return tuple(Device(*one) for one in json.loads(asked.stdout)) if asked.returncode == 0 else ()
 
 
 def _find_versions(has: frozenset[str]) -> dict[str, str]:

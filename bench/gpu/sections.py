@@ -33,8 +33,9 @@ class Section:
 
 def plan_sections(machine: Machine, *, quick: bool = False) -> list[Section]:
     """Return all sections, in the order of the report. ``quick`` leaves out what takes longest."""
-    ranks = max(2, len(machine.devices))
-    per_node = ranks // 2 if ranks % 2 == 0 else 1
+    # Two nodes, whatever the number of devices: sums of two have no order, so that bits can be compared.
+    per_node = max(1, len(machine.devices) // 2)
+    ranks = 2 * per_node
     shares = len(machine.devices) < ranks
     has_cupy = "" if "CuPy" in machine.has else "no CuPy"
     no_nccl = "no NCCL" if "NCCL" not in machine.has else "NCCL needs a GPU for each rank" if shares else ""
@@ -50,7 +51,7 @@ def plan_sections(machine: Machine, *, quick: bool = False) -> list[Section]:
             for law in ("sync", "mixing", "fsdp2_hook", "ddp_hook", "checkpoint")
         ),
         _on_ranks("sync: 4 ranks on 1 GPU", "sync", _SHARED, _SHARED // 2, env=first_device),
-        _on_ranks("host reads of a step", "host_reads", ranks, per_node),
+        _on_ranks("host reads of a step", "host_reads", ranks, per_node, words=() if no_nccl else ("nccl", "nccl")),
         _on_device("instructions, counted", "count", "" if shutil.which("g++") else "no g++", _LONG_LIMIT_S),
         _on_device("speed", "speed", has_cupy),
         _on_ranks("overlap of the FSDP2 hook", "overlap", ranks, per_node),

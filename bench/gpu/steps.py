@@ -37,7 +37,10 @@ def count_host_reads(names: Iterable[str]) -> int:
 
 
 def measure_host_reads(world: World) -> list[Result]:
-    """Profile a step of FlexDeMo that has several buckets: it reads once a bucket, and no more."""
+    """Profile a step of FlexDeMo that has several buckets: it reads once a bucket, and no more.
+
+    Over a host's transport payloads are copied to the host, too: then the number is shown, and is no law.
+    """
     model = make_model(world)
     compressor = flexcomm.demo(k=4, chunk=16)
     optimizer = FlexDeMo(model.named_parameters(), 0.25, compressor=compressor, world=world, bucket_bytes=_BUCKET_BYTES)
@@ -52,11 +55,11 @@ def measure_host_reads(world: World) -> list[Result]:
     _synchronize(world)
     buckets = int(world.stats()["inter_collectives"] - before)
     reads = count_host_reads(event.name for event in profiler.events() or ())
-    said = f"{reads} host reads in a step of {buckets} buckets"
-    return [
-        Result("the host reads once a bucket", holds=reads <= buckets, said=said, value=float(reads)),
-        Result("host_reads", holds=None, said=said, value=float(reads)),
-    ]
+    said = f"{reads} host reads in a step of {buckets} buckets, over {world.inter.name}"
+    results = [Result("host_reads", holds=None, said=said, value=float(reads))]
+    if world.device.type == "cpu" or world.inter.name == "nccl":
+        results.append(Result("the host reads once a bucket", holds=reads <= buckets, said=said))
+    return results
 
 
 def measure_overlap(world: World) -> list[Result]:

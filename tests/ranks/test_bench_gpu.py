@@ -26,9 +26,9 @@ def test_the_law_holds_without_devices(name: str, number: int) -> None:
 
 
 def a_step_without_devices_has_no_host_reads(world: World) -> None:
-    first, second = measure_host_reads(world)
-    assert (first.holds, first.value, second.value) == (True, 0.0, 0.0)
-    assert "in a step of 4 buckets" in first.said
+    figure, law = measure_host_reads(world)
+    assert (figure.value, law.holds) == (0.0, True)
+    assert figure.said == "0 host reads in a step of 4 buckets, over gloo"
 
 
 def test_buckets_of_a_step_are_counted() -> None:

@@ -93,6 +93,12 @@ def test_every_section_names_something_that_can_be_run() -> None:
         assert what in known
 
 
+def test_an_odd_device_is_left_out() -> None:
+    sections = {one.name: one for one in plan_sections(replace(EVERYTHING, devices=(DEVICE,) * 3))}
+    assert sections["sync: 2 ranks"].env["FLEXCOMM_RANKS_PER_NODE"] == "1"
+    assert sections["transport: NCCL"].command[-2:] == ("nccl", "nccl")
+
+
 def test_one_device_is_shared_by_two_ranks_without_nccl() -> None:
     sections = {one.name: one for one in plan_sections(replace(EVERYTHING, devices=(DEVICE,)))}
     assert sections["transport: NCCL"].skipped == "NCCL needs a GPU for each rank"

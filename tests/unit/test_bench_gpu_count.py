@@ -14,8 +14,10 @@ import pytest
 
 from bench.errors import UsageError
 from bench.gpu.accesses import Access, find_access, find_pipe, find_same_addresses
+from bench.gpu.cases import CASES, VERBS, Measured
 from bench.gpu.compile import compile_by_nvcc, compile_text, read_log
 from bench.gpu.count import Launch, count_kernel
+from bench.gpu.count_table import COLUMNS, KernelText, count_cases, count_verb, describe, format_row
 from bench.gpu.cuda_on_host import compile_for_host, take_passes
 from bench.gpu.devices import A100, H100, Resources, count_blocks, estimate_bandwidth
 from bench.gpu.flow import find_executions
@@ -276,6 +278,27 @@ def test_nvcc_gives_the_same_code_as_nvrtc() -> None:
         for made in (by_nvcc, by_nvrtc)
     ]
     assert loops == [2, 2]
+
+
+def test_the_librarys_kernels_are_counted_case_by_case() -> None:
+    """Five seconds: the kernels are compiled for the host and for a device."""
+    rows, said = count_cases(CASES[:1], ["90"])
+    assert [(row.capability, row.verb) for row in rows] == [("90", verb) for verb in VERBS]
+    for row in rows:
+        assert row.instructions > 0
+        assert row.resources.registers > 0
+        assert len(format_row(row)) == len(COLUMNS)
+    assert ("SASS" if find_nvdisasm() else "PTX") in said
+
+
+def test_only_sass_has_pipes_and_an_estimate(tmp_path: Path) -> None:
+    measured = Measured({"encode": [launch_on_host(tmp_path)]}, {"encode": 1000}, chunks=8, numel=512)
+    text = KernelText("small.cu", TEXT, ("--std=c++17",))
+    text.nvdisasm = None
+    row, _ = count_verb(text, "90", "small", "encode", measured)
+    assert (row.least_share, row.blocks_per_sm) == (None, None)
+    assert format_row(row)[4:8] == ("-",) * 4
+    assert "pip install nvidia-cuda-nvdisasm" in describe(text, [])
 
 
 def test_ptxas_says_what_a_kernel_needs() -> None:
