@@ -1,9 +1,10 @@
 """``python -m bench gpu``: what the first machine with GPUs runs; ``gpu count``: kernels counted without one."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,8 +15,12 @@ from bench.gpu.report import exit_code, write_report
 from bench.gpu.results import run_section
 from bench.gpu.sections import plan_sections
 
+if TYPE_CHECKING:
+    from bench.gpu.count_table import Row
+
 _COUNTED = frozenset(
-    f"{verb}_{figure}" for verb in ("encode", "decode") for figure in ("instructions", "barriers", "spilled_bytes")
+    {"instructions", "worst_encode_instructions", "barriers", "bytes_per_element", "registers", "spilled_bytes"}
+    | {"least_share"}
 )
 _MEASURED = frozenset({"encode_share", "decode_share", "host_reads", "overlap"})
 
@@ -49,7 +54,8 @@ def _report(json_file: Path | None, *, quick: bool, check: bool) -> int:
     reason = "its section did not run to its end" if outcomes else "it takes a CUDA device"
     unmeasured = dict.fromkeys(sorted(_MEASURED - figures.keys()), reason)
     settings = {"devices": [asdict(one) for one in machine.devices], "missing": machine.missing}
-    report = Report("gpu", _MEASURED, figures, [asdict(one) for one in outcomes], settings, unmeasured)
+    unmeasured |= dict.fromkeys(sorted(_COUNTED), "`python -m bench gpu count` counts it")
+    report = Report("gpu", _COUNTED | _MEASURED, figures, [asdict(one) for one in outcomes], settings, unmeasured)
     concluded = conclude(report, json_file=json_file, check=check)
     return code or concluded
 
@@ -61,11 +67,31 @@ def _count(json_file: JsonOption, *, quick: bool, check: bool) -> int:
     cases, capabilities = (CASES[:1], CAPABILITIES[:1]) if quick else (CASES, CAPABILITIES)
     rows, said = count_cases(cases, capabilities)
     print_rows(rows, said)
-    figures = {}
-    for row in reversed(rows):
-        if row.case == CASES[0].name and f"{row.verb}_instructions" in _COUNTED:
-            figures[f"{row.verb}_instructions"] = row.instructions
-            figures[f"{row.verb}_barriers"] = row.barriers
-            figures[f"{row.verb}_spilled_bytes"] = row.resources.spill_nbytes
-    report = Report("gpu-count", _COUNTED, figures, [asdict(row) for row in rows])
+    unmeasured = dict.fromkeys(sorted(_MEASURED), "it takes a CUDA device: `python -m bench gpu`")
+    figures = find_figures(rows, CASES[0].name)
+    unmeasured |= dict.fromkeys(sorted(_COUNTED - figures.keys()), "nvdisasm is not installed, so PTX was counted")
+    report = Report("gpu", _COUNTED | _MEASURED, figures, [asdict(row) for row in rows], unmeasured=unmeasured)
     return conclude(report, json_file=json_file, check=check)
+
+
+def find_figures(rows: "Sequence[Row]", usual: str) -> dict[str, float]:
+    """Return what encode and decode of the usual case come to together, on the architecture where it is most."""
+    by_capability: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.case == usual and row.verb != "verify":
+            by_capability.setdefault(row.capability, []).append(row)
+    both = list(by_capability.values())
+    figures: dict[str, float] = {
+        "registers": max(row.resources.registers for pair in both for row in pair),
+        "spilled_bytes": max(row.resources.spill_nbytes for row in rows),
+    }
+    shares = [row.least_share for pair in both for row in pair if row.least_share is not None]
+    if not shares:
+        return figures
+    return figures | {
+        "instructions": max(sum(row.instructions for row in pair) for pair in both),
+        "worst_encode_instructions": max(row.instructions for row in rows if row.verb == "encode"),
+        "barriers": max(sum(row.barriers for row in pair) for pair in both),
+        "bytes_per_element": max(sum(row.bytes_per_element for row in pair) for pair in both),
+        "least_share": min(shares),
+    }

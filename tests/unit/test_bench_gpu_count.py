@@ -15,9 +15,10 @@ import pytest
 from bench.errors import UsageError
 from bench.gpu.accesses import Access, find_access, find_pipe, find_same_addresses
 from bench.gpu.cases import CASES, VERBS, Measured
+from bench.gpu.command import find_figures
 from bench.gpu.compile import compile_by_nvcc, compile_text, read_log
 from bench.gpu.count import Launch, count_kernel
-from bench.gpu.count_table import COLUMNS, KernelText, count_cases, count_verb, describe, format_row
+from bench.gpu.count_table import COLUMNS, KernelText, Row, count_cases, count_verb, describe, format_row
 from bench.gpu.cuda_on_host import compile_for_host, take_passes
 from bench.gpu.devices import A100, H100, Resources, count_blocks, estimate_bandwidth
 from bench.gpu.flow import find_executions
@@ -289,6 +290,32 @@ def test_the_librarys_kernels_are_counted_case_by_case() -> None:
         assert row.resources.registers > 0
         assert len(format_row(row)) == len(COLUMNS)
     assert ("SASS" if find_nvdisasm() else "PTX") in said
+
+
+def test_figures_are_those_of_the_costliest_architecture() -> None:
+    def row(capability: str, verb: str, instructions: float, share: float | None, case: str = "usual") -> Row:
+        needs = Resources(90 + len(verb), 0, 17408)
+        return Row(capability, case, verb, 1, instructions, {}, 4.0, 10.0, 9.0, needs, 9, share, share, "FP32")
+
+    rows = [
+        row("80", "encode", 6000.0, 0.63),
+        row("80", "verify", 900.0, 0.1),
+        row("80", "decode", 4600.0, 0.54),
+        row("100", "encode", 5900.0, None),
+        row("100", "decode", 4800.0, None),
+        row("80", "encode", 9000.0, 0.5, "zeros"),
+    ]
+    assert find_figures(rows, "usual") == {
+        "instructions": 10700.0,
+        "worst_encode_instructions": 9000.0,
+        "barriers": 8.0,
+        "bytes_per_element": 20.0,
+        "registers": 96,
+        "spilled_bytes": 0,
+        "least_share": 0.54,
+    }
+    by_ptx = [one for one in rows if one.least_share is None]
+    assert find_figures(by_ptx, "usual") == {"registers": 96, "spilled_bytes": 0}
 
 
 def test_only_sass_has_pipes_and_an_estimate(tmp_path: Path) -> None:
