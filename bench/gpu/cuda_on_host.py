@@ -41,10 +41,10 @@ def compile_for_host(source: Path, folder: Path, *flags: str) -> ctypes.CDLL:
 
 
 def compile_kernels(text: str, folder: Path) -> ctypes.CDLL:
-    """Compile the library's kernels, whose shared memory is ``shared_words``."""
+    """Compile the library's kernels. Shared memory of their launch, which is declared as ``extern``, is here."""
     source = folder / "kernels.cpp"
     source.write_text(text + _LAUNCH)
-    return compile_for_host(source, folder, "-D__shared__=")
+    return compile_for_host(source, folder, *(("-D__shared__=",) if "extern __shared__" in text else ()))
 
 
 def take_passes(library: ctypes.CDLL) -> dict[str, int]:

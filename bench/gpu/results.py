@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 _MARK = "RESULT "
 _LAST_LINES = 15
-_GRACE_S = 10.0
+_GRACE_S = 60.0
+"""torchrun has its ranks in sessions of their own, and takes 30 s to end those that hang."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,11 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            _signal_group(process.pid, number)
-            try:
-                process.wait(_GRACE_S)
-                break
-            except subprocess.TimeoutExpired:
-                continue
+        _signal_group(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _signal_group(group: int, number: int) -> None:
