@@ -32,6 +32,7 @@ SUBCOMMANDS = {
     "runtime": ("bench.runtime.command", "Iteration times, predicted and measured on emulated clusters."),
     "report": ("bench.report", "Measure what docs/benchmarks.md shows, and write it there."),
     "codec": ("bench.codec.command", "Speed, bits, memory and error of compression."),
+    "gpu": ("bench.gpu.command", "What the first machine with GPUs shows; `gpu count`: kernels counted without one."),
     "first-use": ("bench.first_use", "The first synchronisation of a process, compiling or not."),
     "startup": ("bench.startup", "The time that importing the library takes."),
 }

@@ -4,6 +4,7 @@ BenchError                      a message for the user; the command line prints 
 |-- UsageError                  an argument or a file says something we cannot act on
 |-- ClusterUnavailableError     this machine cannot emulate a cluster
 |-- LauncherMissingError        the launcher that was asked for is not installed
+|-- CompilerMissingError        neither NVRTC nor nvcc is installed
 `-- RateNotKeptError            a link of the emulated cluster does not have the rate it promises
 """
 
@@ -24,6 +25,10 @@ class ClusterUnavailableError(BenchError):
 
 class LauncherMissingError(BenchError):
     """The launcher that was asked for is not installed."""
+
+
+class CompilerMissingError(BenchError):
+    """Neither NVRTC nor nvcc is installed."""
 
 
 class RateNotKeptError(BenchError):
