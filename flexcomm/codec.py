@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import NamedTuple
+from typing import NamedTuple, SupportsInt
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from flexcomm.kernels.layout import (
     HEADER_NWORDS,
     MAGIC,
     NONFINITE,
+    PAYLOAD_NBYTES_AT,
     VERSION,
     WORD_NBYTES,
     Header,
@@ -188,7 +189,9 @@ class Encoder:
         if self._words.numel() < plan.nwords:
             raise InvalidTensorError(f"the buffer has {buffer.numel()} bytes, but the plan needs {plan.nbytes}.")
         self._kernel = kernels.encoder(plan, self._words[: plan.nwords])
-        self.mark_nonfinite_, self.rollback_ = self._kernel.mark_nonfinite_, self._kernel.rollback_
+        self.mark_nonfinite_ = self._kernel.mark_nonfinite_
+        self.status: SupportsInt = 0
+        """What the last call found, as :class:`flexcomm.kernels.Status` reads it; asking a device waits for it."""
 
     def encode_(
         self,
@@ -204,7 +207,31 @@ class Encoder:
 
         Returns what is wrong with them, if anything is: then the buffer says that this sender has nothing to send.
         """
-        word = int(self._kernel.encode_(tensors, states, states_out, update, step=step, sequence=sequence))
+        self.enqueue_(tensors, states, states_out, update, step=step, sequence=sequence)
+        return self.problem(tensors)
+
+    def enqueue_(
+        self,
+        tensors: Sequence[Tensor],
+        states: Sequence[Tensor] | None,
+        states_out: Sequence[Tensor] | None,
+        update: StateUpdate,
+        *,
+        step: int,
+        sequence: int,
+    ) -> None:
+        """Do as :meth:`encode_` does, without waiting for a device: :attr:`status` says what it found."""
+        self.status = self._kernel.encode_(tensors, states, states_out, update, step=step, sequence=sequence)
+
+    def rollback_(self, tensors: Sequence[Tensor], states: Sequence[Tensor], update: StateUpdate, *, step: int) -> None:
+        """Take back what the last call did to states that it updated in place."""
+        # After a problem they are as before.
+        if int(self.status) == 0:
+            self._kernel.rollback_(tensors, states, update, step=step)
+
+    def problem(self, tensors: Sequence[Tensor]) -> str:
+        """Return what was wrong with the tensors of the last call, or their states, if anything was."""
+        word = int(self.status)
         if word == 0:
             return ""
         status = Status.of(word)
@@ -216,12 +243,14 @@ class Encoder:
         return f"NaN, infinity or a magnitude of 2**100 or more in {', '.join(names)}"
 
     @property
+    def payload_nbytes(self) -> Tensor:
+        """How many bytes behind the header are filled, one int64 where the buffer is."""
+        return self.buffer.view(-1)[PAYLOAD_NBYTES_AT : PAYLOAD_NBYTES_AT + torch.int64.itemsize].view(torch.int64)
+
+    @property
     def nbytes(self) -> int:
         """How many bytes of the buffer are filled."""
-        if not self._plan.variable_length:
-            return self._plan.nbytes
-        header = Header.unpack(self._words[:HEADER_NWORDS].cpu().numpy().tobytes())
-        return HEADER_NBYTES + header.payload_nbytes
+        return HEADER_NBYTES + int(self.payload_nbytes)
 
 
 class Decoder:
@@ -255,7 +284,14 @@ class Decoder:
 
     def verify(self, *, step: int, sequence: int) -> list[str]:
         """Check all buffers, or raise ``WireError``; return the senders that had nonfinite values and sent nothing."""
-        word = int(self._kernel.verify(step=step, sequence=sequence))
+        return self.explain(int(self.check(step=step, sequence=sequence)), step=step, sequence=sequence)
+
+    def check(self, *, step: int, sequence: int) -> SupportsInt:
+        """Check all buffers without waiting for a device; return the status word, for :meth:`explain`."""
+        return self._kernel.verify(step=step, sequence=sequence)
+
+    def explain(self, word: int, *, step: int, sequence: int) -> list[str]:
+        """Raise ``WireError`` if a status word says so; return the senders with nonfinite values."""
         if word == 0:
             return []
         status = Status.of(word)

@@ -130,6 +130,12 @@ def empty_like(x: Tensor) -> Tensor:
     return out
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor in a device's memory, without waiting for what the device has to do before."""
+    # From pinned memory a copy is queued; from any other, the host would wait for all that is queued before it.
+    return (x.pin_memory() if KINDS[device.type].has_pinned_memory else x).to(device, non_blocking=True)
+
+
 def may_pin_for(x: Tensor) -> bool:
     return KINDS[x.device.type].has_pinned_memory
 

@@ -26,8 +26,9 @@ from flexcomm.codec import Decoder, Encoder
 from flexcomm.errors import ConfigMismatchError, FlexcommError, InvalidArgumentError, NonFiniteError, SyncError
 from flexcomm.gossip.phase import Round
 from flexcomm.gossip.plan import MixPlan
+from flexcomm.kernels import StateUpdate
 from flexcomm.stats import SyncRecord, Timed
-from flexcomm.sync.algorithms import Collective, Steps
+from flexcomm.sync.algorithms import Collective, Steps, words_of
 from flexcomm.sync.bucket import VERIFIED, Verified
 from flexcomm.sync.plan import Buffers, sum_dtype
 
@@ -172,19 +173,25 @@ def send_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps[t
     torch.sub(x if own == 1.0 else x * own, public, out=change)
     encoder = Encoder(plan, ctx.buffer("payload", plan.nbytes, torch.uint8), ctx.plan.kernels)
     with Timed(ctx.record, "encode"):
-        # If the change is nonfinite, the payload is marked so, and all receivers raise.
-        encoder.encode_(tensors, step=ctx.step, sequence=ctx.sequence)
+        # If the change is nonfinite, the payload is marked so, and all receivers raise, this node among them.
+        encoder.enqueue_(tensors, None, None, StateUpdate(), step=ctx.step, sequence=ctx.sequence)
     payloads, weights = yield from send_recv_peers(ctx, encoder.buffer)
     with Timed(ctx.record, "decode"):
         # The own payload is decoded, too: peers know what was sent, not what was meant.
-        messages = zip(ctx.round.receives_from, payloads, ctx.round.weights, strict=True)
-        for sender, payload, weight in ((ctx.node, encoder.buffer, ctx.round.self_weight), *messages):
-            decoder = Decoder(plan, payload, [f"node {sender}"], ctx.plan.kernels)
-            if decoder.verify(step=ctx.step, sequence=ctx.sequence):
+        senders, weights_of_payloads = (ctx.node, *ctx.round.receives_from), (ctx.round.self_weight, *ctx.round.weights)
+        decoders = [
+            Decoder(plan, payload, [f"node {sender}"], ctx.plan.kernels)
+            for sender, payload in zip(senders, (encoder.buffer, *payloads), strict=True)
+        ]
+        words = words_of([decoder.check(step=ctx.step, sequence=ctx.sequence) for decoder in decoders])
+        numbers = words if isinstance(words, list) else words.tolist()
+        for sender, decoder, word in zip(senders, decoders, numbers, strict=True):
+            if decoder.explain(word, step=ctx.step, sequence=ctx.sequence):
                 raise NonFiniteError(
                     f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed "
                     f"here. End the run, and lower the learning rate, or clip."
                 )
+        for sender, decoder, weight in zip(senders, decoders, weights_of_payloads, strict=True):
             decoder.decode_(tensors, step=ctx.step, average="nodes")
             public_sum = torch.add(public_sum, change, alpha=weight, out=next_sum)
             if sender == ctx.node:

@@ -5,7 +5,7 @@ Kernels know plans, layouts and memory, and nothing of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol, SupportsInt
 
@@ -65,6 +65,23 @@ class Status(NamedTuple):
     def of(cls, word: int) -> Status:
         """Return what a number says."""
         return cls(Problem(word & 0xFF), word >> 40, word >> 8 & 0xFFFFFFFF)
+
+
+class DeviceStatus:
+    """The status word of a call, in the device's memory. ``int()`` waits for it; if that is not 0, ``restore`` runs."""
+
+    def __init__(self, word: Tensor, restore: Callable[[], None] | None = None) -> None:
+        self.word = word
+        self._restore = restore
+        self._value: int | None = None
+
+    def __int__(self) -> int:
+        if self._value is None:
+            self._value = int(self.word)
+            if self._value and self._restore is not None:
+                self._restore()
+            self._restore = None
+        return self._value
 
 
 class StateUpdate(NamedTuple):
@@ -136,10 +153,10 @@ class BucketEncoder(Protocol):
     ) -> SupportsInt:
         """Fill the buffer with header and payloads, and move what they hold out of the states.
 
-        Keeps ``decay * state + gain * coefficients == alpha * decoded + state_out``. On a problem, the buffer is filled
-        as :meth:`mark_nonfinite_` does, and ``states`` are as before: bit for bit, or, where they are updated in place
-        and the problem was found on the way, as :meth:`rollback_` restores them. ``states_out`` apart from them then
-        hold nothing of use.
+        Keeps ``decay * state + gain * coefficients == alpha * decoded + state_out``. On a problem, the buffer has the
+        header that :meth:`mark_nonfinite_` writes, and ``states`` are as before: bit for bit, or, where they are
+        updated in place and the problem was found on the way, as :meth:`rollback_` restores them. ``states_out`` apart
+        from them then hold nothing of use.
 
         Args:
             tensors: one for each of the plan's specs.
@@ -150,7 +167,8 @@ class BucketEncoder(Protocol):
             sequence: the number of the bucket since the world began.
 
         Returns:
-            The status word. It may be on the device: ``int()`` waits for it.
+            The status word: a number, or a :class:`DeviceStatus`. If that is not 0, states that were updated in place
+            are restored when it is read.
 
         """
 

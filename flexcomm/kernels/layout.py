@@ -29,6 +29,8 @@ _HEADER = struct.Struct("<4sHHQQQQQI12s")
 _SPARE = bytes(12)
 HEADER_NBYTES = _HEADER.size
 HEADER_NWORDS = HEADER_NBYTES // WORD_NBYTES
+PAYLOAD_NBYTES_AT = 40
+"""The byte of a header at which the length of what follows it begins."""
 CHECKSUM_WORD = 12
 _WORD_BITS = 8 * WORD_NBYTES
 _SCALE_BITS = 16

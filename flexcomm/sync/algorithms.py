@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, SupportsInt, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from flexcomm.codec import Decoder, Encoder, TensorShard, assemble_buffer, shard_tensor
 from flexcomm.compress import TensorSpec
-from flexcomm.errors import ConfigMismatchError, WireError
-from flexcomm.kernels import BufferPlan, Selection, StateUpdate, ValueCode
+from flexcomm.device import synchronize_stream, to_device
+from flexcomm.errors import ConfigMismatchError
+from flexcomm.kernels import BufferPlan, DeviceStatus, Problem, Selection, StateUpdate, ValueCode
 from flexcomm.kernels.layout import HEADER_NBYTES
 from flexcomm.stats import Timed
 from flexcomm.transport import Handle, Transport
@@ -53,11 +54,34 @@ Steps = Generator[Collective, Any, T]
 """A part of a bucket's path that returns a ``T``."""
 
 
+Words = Tensor | list[int]
+"""Outcomes of checks, 0 where nothing is wrong: int64, in a device's memory; or numbers, if the host has them."""
+
+
+def read_words(ctx: BucketContext, words: Words) -> list[int]:
+    """Return numbers that may be in a device's memory: the one place where a bucket waits for it."""
+    if isinstance(words, list):
+        return words
+    synchronize_stream(words.device, ctx.plan.timeout_s)
+    numbers: list[int] = words.tolist()
+    return numbers
+
+
+def words_of(statuses: Sequence[SupportsInt]) -> Words:
+    """Return statuses as numbers, or as they are in the device's memory."""
+    words = [status.word for status in statuses if isinstance(status, DeviceStatus)]
+    return torch.cat(words) if words else [int(status) for status in statuses]
+
+
 class Received(Protocol):
     """What came from other ranks for some of the bucket's shards."""
 
-    def verify(self, ctx: BucketContext) -> list[str]:
-        """Check it; return the senders that had nonfinite values."""
+    def check(self, ctx: BucketContext) -> Words:
+        """Check it, without waiting for a device; return what was found, for :meth:`explain`."""
+        ...
+
+    def explain(self, ctx: BucketContext, words: list[int]) -> list[str]:
+        """Raise what was found to be wrong; return the senders that had nonfinite values."""
         ...
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
@@ -79,8 +103,13 @@ def encode_(
             encoder.mark_nonfinite_(step=ctx.step, sequence=ctx.sequence)
             return
         update = update or StateUpdate()
-        ctx.nonfinite = encoder.encode_(tensors, states, states_out, update, step=ctx.step, sequence=ctx.sequence)
-    if ctx.in_place and states is not None and not ctx.nonfinite:
+        encoder.enqueue_(tensors, states, states_out, update, step=ctx.step, sequence=ctx.sequence)
+        if isinstance(encoder.status, DeviceStatus):
+            # Nobody waits for it: if there was a problem, receivers find it in the header, this rank among them.
+            ctx.problems.append(partial(encoder.problem, tensors))
+        else:
+            ctx.nonfinite = encoder.problem(tensors)
+    if ctx.in_place and states is not None:
         ctx.rollbacks.append(partial(encoder.rollback_, tensors, states, update, step=ctx.step))
 
 
@@ -91,8 +120,11 @@ class GatheredPayloads:
     gathered: Tensor
     decoder: Decoder
 
-    def verify(self, ctx: BucketContext) -> list[str]:
-        return self.decoder.verify(step=ctx.step, sequence=ctx.sequence)
+    def check(self, ctx: BucketContext) -> Words:
+        return words_of([self.decoder.check(step=ctx.step, sequence=ctx.sequence)])
+
+    def explain(self, ctx: BucketContext, words: list[int]) -> list[str]:
+        return self.decoder.explain(words[0], step=ctx.step, sequence=ctx.sequence)
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         self.decoder.decode_(outputs, step=ctx.step, average=ctx.plan.settings.average, epilogue=ctx.epilogue)
@@ -112,11 +144,12 @@ def gather(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
 def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     """All-gather lengths, then buffers as long as what they hold."""
     plan, nodes, encoder = ctx.buffer_plan, ctx.plan.nodes, _encode_shard(ctx, shard)
-    nbytes, moved = encoder.nbytes, (nodes - 1) * torch.int64.itemsize
-    # Where the payloads are: not every transport that carries those carries host tensors.
-    length = torch.tensor([nbytes], device=encoder.buffer.device)
+    moved = (nodes - 1) * torch.int64.itemsize
+    # From where the payloads are: not every transport that carries those carries host tensors.
+    length = encoder.payload_nbytes.clone()
     lengths = yield Collective("exchange", methodcaller("all_gather", length), moved, moved, is_short=True)
-    counts: list[int] = lengths.view(-1).tolist()
+    counts = [HEADER_NBYTES + count for count in read_words(ctx, lengths.view(-1))]
+    nbytes = counts[ctx.plan.node]
     ctx.record.payload_bytes += nbytes
     room = ctx.buffers.get("gathered of any length", lambda: ctx.buffers.allocate(nodes * plan.nbytes))
     gathered = room[: sum(counts)]
@@ -150,14 +183,21 @@ class ReducedValues:
         self.encoder = Encoder(plan, buffer, kernels)
         self.decoder = Decoder(plan, buffer, ["the sum over nodes"], kernels, summed=ctx.plan.nodes)
 
-    def verify(self, ctx: BucketContext) -> list[str]:
-        if not torch.equal(self.digest, (digest_bits(ctx) * ctx.plan.nodes).to(self.digest)):
+    def check(self, ctx: BucketContext) -> Words:
+        expected = (digest_bits(ctx) * ctx.plan.nodes).to(self.digest.dtype)
+        differs = (self.digest != to_device(expected, self.digest.device)).any()
+        nonfinite = self.nonfinite[0].to(torch.int64)
+        # As words of statuses, the number of nodes where others have that of the tensor.
+        return torch.stack((differs * int(Problem.HEADER), (nonfinite << 8) + (nonfinite != 0)))
+
+    def explain(self, ctx: BucketContext, words: list[int]) -> list[str]:
+        differs, nonfinite = words[0], words[1] >> 8
+        if differs:
             raise ConfigMismatchError(
                 "nodes disagree on what they add up: their tensors, compressor, step or order of calls differ. Nothing "
                 "was changed. Make them equal on every rank."
             )
-        nonfinite = self.nonfinite.item()
-        return [f"{nonfinite:g} of {ctx.plan.nodes} nodes"] if nonfinite else []
+        return [f"{nonfinite} of {ctx.plan.nodes} nodes"] if nonfinite else []
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         self.decoder.decode_(outputs, step=ctx.step, average="nodes", epilogue=ctx.epilogue)
@@ -170,15 +210,18 @@ def reduce(ctx: BucketContext, shard: list[Tensor]) -> Steps[ReducedValues]:
     does travel, one number for each bit: where all agree, each sums up to 0 or to the number of nodes.
     """
     nodes, reduced = ctx.plan.nodes, ctx.buffers.get("reduced", lambda: ReducedValues(ctx))
-    encode_(ctx, reduced.encoder, shard, ctx.states, ctx.states_out, ctx.update)
-    if ctx.rollbacks and ctx.states is not None:
-        # The sum takes the place of what was sent: roll back from a copy of it.
-        buffer = reduced.encoder.buffer
-        sent = ctx.buffers.get("sent", lambda: Encoder(ctx.buffer_plan, torch.empty_like(buffer), ctx.plan.kernels))
-        sent.buffer.copy_(buffer)
-        ctx.rollbacks[:] = [partial(sent.rollback_, shard, ctx.states, ctx.update, step=ctx.step)]
-    reduced.digest.copy_(digest_bits(ctx))
-    reduced.nonfinite.fill_(bool(ctx.nonfinite))
+    encoder, summed = reduced.encoder, reduced.encoder.buffer
+    if ctx.in_place:
+        # The sum takes the place of what was sent, which a rollback needs.
+        encoder = ctx.buffers.get("sent", lambda: Encoder(ctx.buffer_plan, torch.empty_like(summed), ctx.plan.kernels))
+    encode_(ctx, encoder, shard, ctx.states, ctx.states_out, ctx.update)
+    if encoder is not reduced.encoder:
+        summed.copy_(encoder.buffer)
+    reduced.digest.copy_(to_device(digest_bits(ctx), summed.device), non_blocking=True)
+    if isinstance(encoder.status, DeviceStatus) and not ctx.nonfinite:
+        reduced.nonfinite.copy_(encoder.status.word != 0)
+    else:
+        reduced.nonfinite.fill_(bool(ctx.nonfinite))
     ctx.record.payload_bytes += reduced.values.nbytes
     moved = 2 * reduced.values.nbytes * (nodes - 1) // nodes
     yield Collective("exchange", methodcaller("all_reduce", reduced.values), moved, moved)
@@ -263,6 +306,7 @@ class TwoPhases:
         self.encoders = [Encoder(part.sent, allocate(part.sent.nbytes), kernels) for part in self.parts]
         self.received = allocate(nodes, own.sent.nbytes)
         self.own_decoder = Decoder(own.sent, self.received, ctx.senders, kernels, decoded_as=own.coefficients)
+        self.own_status: SupportsInt = 0
         self.coefficients = [allocate(*spec.shape, dtype=torch.float32) for spec in own.coefficients.specs]
         self.averages = Encoder(own.averaged, allocate(longest), kernels)
         self.gathered = allocate(nodes, longest)
@@ -271,8 +315,14 @@ class TwoPhases:
             for part, row, sender in zip(self.parts, self.gathered, ctx.senders, strict=True)
         ]
 
-    def verify(self, ctx: BucketContext) -> list[str]:
-        return [sender for one in self.decoders for sender in one.verify(step=ctx.step, sequence=ctx.sequence)]
+    def check(self, ctx: BucketContext) -> Words:
+        statuses = [one.check(step=ctx.step, sequence=ctx.sequence) for one in self.decoders]
+        return words_of([self.own_status, *statuses])
+
+    def explain(self, ctx: BucketContext, words: list[int]) -> list[str]:
+        decoders = zip((self.own_decoder, *self.decoders), words, strict=True)
+        found = (one.explain(word, step=ctx.step, sequence=ctx.sequence) for one, word in decoders)
+        return list(dict.fromkeys(sender for senders in found for sender in senders))
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         for part, decoder in zip(self.parts, self.decoders, strict=True):
@@ -290,22 +340,22 @@ def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
     ctx.record.payload_bytes += payload_nbytes
     start = methodcaller("send_recv", sends, list(enumerate(phases.received)))
     yield Collective("exchange", start, payload_nbytes - own_nbytes, others * own_nbytes)
-    failure: WireError | None = None
     with Timed(ctx.record, "decode"):
-        try:
-            senders = phases.own_decoder.verify(step=ctx.step, sequence=ctx.sequence)
-            ctx.nonfinite = ctx.nonfinite or ", ".join(senders)
-        except WireError as error:
+        status = phases.own_status = phases.own_decoder.check(step=ctx.step, sequence=ctx.sequence)
+        if isinstance(status, DeviceStatus) and not ctx.nonfinite and phases.coefficients:
+            # Not read here: averages of what is not finite are marked as nothing to send, too.
+            phases.coefficients[0].view(-1)[:1].fill_(0.0)
+            phases.own_decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.plan.settings.average)
+            phases.coefficients[0].view(-1)[:1].masked_fill_(status.word != 0, torch.nan)
+        elif int(status):
             # The other nodes wait for the averages, which are marked as nothing to send.
-            failure, ctx.nonfinite = error, ctx.nonfinite or str(error)
-        if not ctx.nonfinite:
+            ctx.nonfinite = ctx.nonfinite or "what came from other nodes cannot be used"
+        elif not ctx.nonfinite:
             phases.own_decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.plan.settings.average)
     encode_(ctx, phases.averages, phases.coefficients)
     averages = phases.averages.buffer
     moved = others * averages.nbytes
     yield Collective("second_exchange", methodcaller("all_gather", averages, phases.gathered), moved, moved)
-    if failure is not None:
-        raise failure
     return phases
 
 

@@ -186,6 +186,7 @@ def plan_sync(
         in_background and can_run_in_background(world, device),
         in_background,
         [[f"rank {member} (node {node})" for node, member in enumerate(group)] for group in groups],
+        world.inter.timeout_s,
     )
 
 

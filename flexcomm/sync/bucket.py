@@ -6,7 +6,8 @@ compressor sends of that shard; the ranks of a node gather the shards. A leg tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, islice, pairwise
@@ -18,9 +19,20 @@ from torch import Tensor
 
 from flexcomm.codec import Decoder, TensorShard
 from flexcomm.errors import ConfigMismatchError, FlexcommError, SyncError, WireError
-from flexcomm.kernels import STORE, BufferPlan, Epilogue, StateUpdate, apply_epilogue_
+from flexcomm.kernels import STORE, BufferPlan, Epilogue, Problem, StateUpdate, apply_epilogue_
 from flexcomm.stats import SyncRecord, Timed
-from flexcomm.sync.algorithms import ALGORITHMS, Collective, GatheredPayloads, NumberedShard, Received, Steps, digest_of
+from flexcomm.sync.algorithms import (
+    ALGORITHMS,
+    Collective,
+    GatheredPayloads,
+    NumberedShard,
+    Received,
+    Steps,
+    Words,
+    digest_of,
+    read_words,
+    words_of,
+)
 from flexcomm.sync.plan import BucketPlan, Buffers, SyncPlan, sum_dtype
 
 _DISAGREE = (
@@ -47,7 +59,8 @@ class BucketContext:
     states: list[Tensor] | None = None
     states_out: list[Tensor] | None = None
     in_place: bool = False  # states_out are the states
-    nonfinite: str = ""  # why this rank has nothing to send, if it has not
+    nonfinite: str = ""  # why this rank has nothing to send, if it is known that it has not
+    problems: list[Callable[[], str]] = field(default_factory=list)  # say the same of what a device has encoded
     nonfinite_senders: list[str] = field(default_factory=list)  # the ranks that had nothing to send
     rollbacks: list[Callable[[], object]] = field(default_factory=list)  # restore states that were updated in place
     epilogue: Epilogue = STORE  # what becomes of the averages, known when outputs are written
@@ -116,11 +129,16 @@ def all_gather_inside(ctx: BucketContext, received: Received) -> Steps[Received]
 
 def verify(ctx: BucketContext, received: Received) -> list[str]:
     """Check what was received; return the senders that had nonfinite values."""
+    with Timed(ctx.record, "decode"), disagreement_told():
+        return received.explain(ctx, read_words(ctx, received.check(ctx)))
+
+
+@contextmanager
+def disagreement_told() -> Iterator[None]:
+    """Raise ``ConfigMismatchError`` for fields of a header that differ where ranks called differently."""
     try:
-        with Timed(ctx.record, "decode"):
-            return received.verify(ctx)
+        yield
     except WireError as error:
-        # Fields of a header that differ where ranks called differently.
         if error.field not in ("version", "plan hash", "step", "sequence"):
             raise
         raise ConfigMismatchError(_DISAGREE.format(error)) from error
@@ -137,8 +155,12 @@ class FailedExchange(NamedTuple):
 
     error: FlexcommError
 
-    def verify(self, ctx: BucketContext) -> list[str]:
+    def check(self, ctx: BucketContext) -> Words:
         del ctx
+        raise self.error
+
+    def explain(self, ctx: BucketContext, words: list[int]) -> list[str]:
+        del ctx, words
         raise self.error
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
@@ -157,8 +179,12 @@ class NodePayloads:
             gathered = row[: nodes * plan.nbytes]
             self.by_rank.append(GatheredPayloads(gathered, Decoder(plan, gathered, senders, ctx.plan.kernels)))
 
-    def verify(self, ctx: BucketContext) -> list[str]:
-        return [sender for payloads in self.by_rank for sender in payloads.verify(ctx)]
+    def check(self, ctx: BucketContext) -> Words:
+        return words_of([one.decoder.check(step=ctx.step, sequence=ctx.sequence) for one in self.by_rank])
+
+    def explain(self, ctx: BucketContext, words: list[int]) -> list[str]:
+        by_rank = zip(self.by_rank, words, strict=True)
+        return [sender for payloads, word in by_rank for sender in payloads.explain(ctx, [word])]
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         of_shards = iter(outputs)
@@ -175,41 +201,65 @@ def _gather_payloads(ctx: BucketContext, received: Received) -> Steps[NodePayloa
     return payloads
 
 
-_OK, _NONFINITE, _FAILED, _DISAGREED = 0.0, 1.0, 2.0, 3.0  # the status of a rank's shard
-_STATUS_NUMEL = 9
-"""Its length in elements: the status, and a byte each, for any dtype, of a digest of what the node's ranks share."""
+_NONFINITE, _DISAGREED = int(Problem.NONFINITE), int(Problem.HEADER)
+_FAILED = 1 << 62  # more than the word of any status
+_STATUS_NBYTES = 16
+"""The word of a status, and a digest of what the node's ranks share."""
 
 
 class NodeElements:
     """All shards of the bucket, in a row for each rank of this node; a row of decoded ones begins with a status.
 
-    Elements begin at ``first``. ``parts`` are views of the shards in ``rows``, rank by rank, ``own`` is this rank's.
+    ``parts`` are views of the shards in ``rows``, rank by rank, ``own`` is this rank's row.
     """
 
-    def __init__(self, ctx: BucketContext, dtype: torch.dtype, first: int = 0) -> None:
+    def __init__(self, ctx: BucketContext, dtype: torch.dtype, status_nbytes: int = 0) -> None:
+        first = status_nbytes // dtype.itemsize
+
         def parts_of(row: Tensor, shards: tuple[NumberedShard, ...]) -> list[Tensor]:
             bounds = pairwise(accumulate((shard.numel for _, shard in shards), initial=first))
             return [row[begin:end].view(one.spec.shape) for (_, one), (begin, end) in zip(shards, bounds, strict=True)]
 
-        by_rank, numel = ctx.bucket.shards, first + ctx.bucket.longest
+        # A multiple of 16 bytes: statuses are words of 8.
+        whole = _STATUS_NBYTES // dtype.itemsize
+        by_rank, numel = ctx.bucket.shards, -(-(first + ctx.bucket.longest) // whole) * whole
         # Zeros, because nothing is copied behind the shorter rows, and sums of anything could overflow.
         self.rows = ctx.buffers.allocate(ctx.plan.local_size, numel, dtype=dtype).zero_()
         self.parts = [part for row, own in zip(self.rows, by_rank, strict=True) for part in parts_of(row, own)]
         self.own = ctx.buffers.allocate(numel, dtype=dtype)
         self.own_parts = parts_of(self.own, by_rank[ctx.plan.local_rank])
 
-    def verify(self, ctx: BucketContext) -> list[str]:
+        self.statuses = self.rows[:, :first].view(torch.int64) if first else None
+        self.received: Received | None = None
+        self.own_words: Words = []
+        self.failure: FlexcommError | None = None
+
+    def check(self, ctx: BucketContext) -> Words:
+        del ctx
+        assert self.statuses is not None, "rows that are gathered have statuses"  # noqa: S101  (our own invariant)
+        return self.statuses.reshape(-1)
+
+    def explain(self, ctx: BucketContext, words: list[int]) -> list[str]:
         names = [of_rank[ctx.plan.node] for of_rank in ctx.plan.rank_names]
-        nonfinite, common = [], digest_of(ctx, *ctx.bucket.digests)
-        for name, (status, *digest) in zip(names, self.rows[:, :_STATUS_NUMEL].tolist(), strict=True):
-            if status == _DISAGREED or digest != list(common):
+        statuses, digests = words[::2], words[1::2]
+        if self.failure is not None:
+            raise self.failure
+        own: list[str] = []
+        nonfinite = []
+        if statuses[ctx.plan.local_rank] and self.received is not None:
+            # What this rank found it can tell, by reading again.
+            own = self.received.explain(ctx, read_words(ctx, self.own_words))
+        common = int.from_bytes(digest_of(ctx, *ctx.bucket.digests), "little", signed=True)
+        for name, status, digest in zip(names, statuses, digests, strict=True):
+            problem = status & 0xFF
+            if problem == _DISAGREED or digest != common:
                 raise ConfigMismatchError(
                     _DISAGREE.format(f"{name} is at another step or call, or met a node that is.")
                 )
-            if status == _FAILED:
+            if status and problem != _NONFINITE:
                 raise SyncError(f"{name} could not decode its shard, and nothing was changed; its own output says why.")
-            nonfinite += [name] if status == _NONFINITE else []
-        return ctx.nonfinite_senders or nonfinite
+            nonfinite += [name] if status else []
+        return own or nonfinite
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         for part, out in zip(self.parts, outputs, strict=True):
@@ -218,21 +268,25 @@ class NodeElements:
 
 def _gather_elements(ctx: BucketContext, received: Received) -> Steps[NodeElements]:
     """Decode this rank's shard and gather the elements of all ranks, with a status: if one failed, all raise."""
-    elements = ctx.buffers.get("elements", lambda: NodeElements(ctx, ctx.bucket.dtype, _STATUS_NUMEL))
-    failure: FlexcommError | None = None
-    status = _OK
+    elements = ctx.buffers.get("elements", lambda: NodeElements(ctx, ctx.bucket.dtype, _STATUS_NBYTES))
+    elements.received, elements.own_words, elements.failure = received, [], None
+    own = elements.own[: _STATUS_NBYTES // ctx.bucket.dtype.itemsize].view(torch.int64)
+    own[0], own[1] = 0, int.from_bytes(digest_of(ctx, *ctx.bucket.digests), "little", signed=True)
     try:
-        ctx.nonfinite_senders = verify(ctx, received)
-        if ctx.nonfinite_senders:
-            status = _NONFINITE
-        else:
-            with Timed(ctx.record, "decode"):
+        with Timed(ctx.record, "decode"), disagreement_told():
+            words = elements.own_words = received.check(ctx)
+            if isinstance(words, Tensor):
+                # The first that is not 0. It is not read here: what is decoded is used only if all of them are 0.
+                own[:1] = words[(words != 0).to(torch.int8).argmax().view(1)]
+                received.decode_(ctx, elements.own_parts)
+            elif found := [word for word in words if word]:
+                own[0] = found[0]
+                received.explain(ctx, words)
+            else:
                 received.decode_(ctx, elements.own_parts)
     except FlexcommError as error:
-        failure, status = error, _DISAGREED if isinstance(error, ConfigMismatchError) else _FAILED
-    elements.own[:_STATUS_NUMEL] = torch.tensor([status, *digest_of(ctx, *ctx.bucket.digests)])
+        elements.failure = error
+        own[0] = _DISAGREED if isinstance(error, ConfigMismatchError) else _FAILED
     moved = (ctx.plan.local_size - 1) * elements.own.nbytes
     yield Collective("gather_inside", methodcaller("all_gather", elements.own, elements.rows), moved, moved)
-    if failure is not None:
-        raise failure
     return elements

@@ -125,11 +125,14 @@ class GatheredBuffers(NamedTuple):
     codec: BucketCodec
     gathered: Tensor
 
-    def verify(self, ctx: BucketContext) -> list[str]:
+    def check(self, ctx: BucketContext) -> list[int]:
         words, expected = to_words(self.gathered), Header(self.codec.digest, ctx.step, ctx.sequence, 0)
         nwords = words.numel() // ctx.plan.nodes
         regions = [Region(sender, node * nwords, nwords) for node, sender in enumerate(ctx.senders)]
-        return [region.sender for region in regions if check_header(words, region, expected).flags == NONFINITE]
+        return [check_header(words, region, expected).flags for region in regions]
+
+    def explain(self, ctx: BucketContext, words: list[int]) -> list[str]:
+        return [sender for sender, flags in zip(ctx.senders, words, strict=True) if flags == NONFINITE]
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         payloads = self.gathered[:, HEADER_NBYTES : HEADER_NBYTES + self.codec.nbytes]

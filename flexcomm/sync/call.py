@@ -218,7 +218,7 @@ class SyncHandle(Generic[T]):
                 raise next((one for one in failures if isinstance(one, TransportError)), failures[0])
             senders = dict.fromkeys(sender for task in self._tasks for sender in task.ctx.nonfinite_senders)
             if senders and self._plan.settings.nonfinite == "raise":
-                own = "; ".join(task.ctx.nonfinite for task in self._tasks if task.ctx.nonfinite)
+                own = "; ".join(problem for task in self._tasks for problem in problems_of(task.ctx))
                 raise NonFiniteError(
                     f"{', '.join(senders)} had NaN, infinity or a magnitude of 2**100 or more to send, or residuals "
                     f"that do not fit, and nothing was changed on any rank.{own and f' Here: {own}.'} Skip this step; "
@@ -237,3 +237,8 @@ class SyncHandle(Generic[T]):
         self._error = error
         self.rollback()
         return error
+
+
+def problems_of(ctx: BucketContext) -> list[str]:
+    """Return why this rank had nothing to send, asking its device; empty, if it had something."""
+    return [problem for problem in (ctx.nonfinite, *(ask() for ask in ctx.problems)) if problem]

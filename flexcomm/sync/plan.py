@@ -134,6 +134,7 @@ class SyncPlan:
     in_background: bool  # comm threads drive the buckets
     inputs_may_change: bool  # before a call is done: threads were asked for, even if there are none
     rank_names: list[list[str]]  # by local rank and node, for messages
+    timeout_s: float  # how long a wait for the device may take
     number: int = field(default_factory=count(1).__next__)
     # The numbers of the plans used before, 0 for none, after which all ranks agreed on this one. Numbers, because a
     # forgotten plan must not live on here.

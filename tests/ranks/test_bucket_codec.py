@@ -112,8 +112,12 @@ class PowerSgdCodec(flexcomm.BucketCodec):
 class Averages:
     averages: list[Tensor]
 
-    def verify(self, ctx: BucketContext) -> list[str]:
-        return [] if all(bool(x.isfinite().all()) for x in self.averages) else [ctx.senders[ctx.plan.node]]
+    def check(self, ctx: BucketContext) -> list[int]:
+        del ctx
+        return [not all(bool(x.isfinite().all()) for x in self.averages)]
+
+    def explain(self, ctx: BucketContext, words: list[int]) -> list[str]:
+        return [ctx.senders[ctx.plan.node]] if words[0] else []
 
     def decode_(self, ctx: BucketContext, outputs: Sequence[Tensor]) -> None:
         del ctx

@@ -13,7 +13,7 @@ from flexcomm.sync import algorithms
 
 def test_lengths_travel_from_where_payloads_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transport that carries the payloads need not carry host tensors."""
-    encoder = SimpleNamespace(nbytes=5, buffer=torch.empty(8, dtype=torch.uint8, device="meta"))
+    encoder = SimpleNamespace(payload_nbytes=torch.empty(1, dtype=torch.int64, device="meta"))
     monkeypatch.setattr(algorithms, "_encode_shard", lambda *_: encoder)
     ctx: Any = SimpleNamespace(buffer_plan=None, plan=SimpleNamespace(nodes=2))
     sent = []

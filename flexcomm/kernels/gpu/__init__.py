@@ -5,8 +5,8 @@ serves both. What is launched, and how, does not depend on CuPy: the tests run t
 """
 
 from flexcomm.kernels.gpu.compile import OPTIONS, compile_cubin
-from flexcomm.kernels.gpu.kernels import DeviceStatus, GpuKernels, Launcher
+from flexcomm.kernels.gpu.kernels import GpuKernels, Launcher
 from flexcomm.kernels.gpu.launcher import CupyLauncher
 from flexcomm.kernels.gpu.source import kernel_text
 
-__all__ = ["OPTIONS", "CupyLauncher", "DeviceStatus", "GpuKernels", "Launcher", "compile_cubin", "kernel_text"]
+__all__ = ["OPTIONS", "CupyLauncher", "GpuKernels", "Launcher", "compile_cubin", "kernel_text"]

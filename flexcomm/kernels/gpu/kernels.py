@@ -1,12 +1,12 @@
 """The GPU's kernel set: which kernels are launched for a bucket, and what they are told.
 
 A bucket takes one launch to encode, to verify and to decode; where the number of entries depends on the data, a fixed
-number more. Nothing here waits for the device: outcomes are words in its memory, see :class:`DeviceStatus`.
+number more. Nothing here waits for the device: outcomes are words in its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from flexcomm.kernels.base import (
     STORE,
     Average,
+    DeviceStatus,
     Epilogue,
     States,
     StateUpdate,
@@ -65,23 +66,6 @@ class Launcher(Protocol):
     def launch(
         self, name: str, device: torch.device, grid: int, threads: int, shared_nbytes: int, job: Record
     ) -> None: ...
-
-
-class DeviceStatus:
-    """The status word of a call, in the device's memory. ``int()`` waits for it; if that is not 0, ``restore`` runs."""
-
-    def __init__(self, word: Tensor, restore: Callable[[], None] | None = None) -> None:
-        self.word = word
-        self._restore = restore
-        self._value: int | None = None
-
-    def __int__(self) -> int:
-        if self._value is None:
-            self._value = int(self.word)
-            if self._value and self._restore is not None:
-                self._restore()
-            self._restore = None
-        return self._value
 
 
 class GpuKernels:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexcomm.device import to_device
 from flexcomm.kernels.butterflies import ADD_SCALED, SCALE, Program, plan_dct, plan_inverse_dct
 from flexcomm.kernels.gpu.source import SIDE
 from flexcomm.kernels.layout import HEADER_NWORDS, WORD_NBYTES, BufferPlan, Layout
@@ -180,9 +181,7 @@ def is_tileable(plan: TensorPlan, layout: Layout) -> bool:
 
 def upload(records: Record, device: torch.device) -> Tensor:
     """Return records in a device's memory."""
-    host = torch.from_numpy(records.reshape(-1).view(np.uint8))
-    # From pinned memory the copy is queued; from any other, the host would wait for all that is queued before it.
-    return (host if device.type == "cpu" else host.pin_memory()).to(device, non_blocking=True, copy=True)
+    return to_device(torch.from_numpy(records.reshape(-1).view(np.uint8).copy()), device)
 
 
 def _fill(record: Any, plan: TensorPlan, layout: Layout, position: int, device: torch.device) -> None:
