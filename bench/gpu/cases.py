@@ -107,16 +107,16 @@ def run_case(case: Case, launcher: CountingLauncher) -> Measured:
     launches: dict[str, list[Launch]] = {}
     for sender in words:
         state = torch.zeros(plan.plans[0].state_shape)
-        launcher.launches = []
+        launcher.counted = []
         int(kernels.encoder(plan, sender).encode_([x], [state], [state], _UPDATE, step=0, sequence=0))
-        launches.setdefault("encode", launcher.launches)
+        launches.setdefault("encode", launcher.counted)
     regions = [Region(f"node {number}", number * plan.nwords, plan.nwords) for number in range(case.senders)]
     decoder = kernels.decoder(plan, words.view(-1), regions)
-    launcher.launches = []
+    launcher.counted = []
     int(decoder.verify(step=0, sequence=0))
-    launches["verify"], launcher.launches = launcher.launches, []
+    launches["verify"], launcher.counted = launcher.counted, []
     decoder.decode_([x], step=0, average=case.average, epilogue=case.epilogue)
-    launches["decode"] = launcher.launches
+    launches["decode"] = launcher.counted
     payloads = case.senders * plan.nbytes
     needed_nbytes = {
         "encode": x.numel() * (x.itemsize + 2 * state.itemsize) + plan.nbytes,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bench.errors import CompilerMissingError, UsageError
 from bench.gpu.devices import Resources
 from flexcomm.errors import FlexcommError
-from flexcomm.kernels.gpu.launcher import load_nvrtc
+from flexcomm.kernels.gpu.compile import load_nvrtc
 
 
 class Compiled(NamedTuple):

@@ -11,12 +11,12 @@ from pathlib import Path
 from bench.gpu.cases import CASES, Case, Measured, run_case
 from bench.gpu.compile import Compiled, compile_text
 from bench.gpu.count import Count, count_kernel
-from bench.gpu.cuda_on_host import CountingLauncher, compile_kernels
+from bench.gpu.cuda_on_host import CountingLauncher, compile_for_host
 from bench.gpu.devices import DRAM_EFFICIENCY, GPUS, PIPES, SOURCES, Resources, count_blocks, estimate_bandwidth
 from bench.gpu.machine_code import BasicBlock, disassemble, find_nvdisasm, parse_ptx, parse_sass
-from bench.gpu.regions import Region, find_regions
+from bench.gpu.regions import Region, find_all_regions
 from bench.tables import print_table
-from flexcomm.kernels.gpu import OPTIONS, SOURCE
+from flexcomm.kernels.gpu import OPTIONS, kernel_text
 
 CAPABILITIES = ("80", "90", "100")
 _SASS = ("SASS instructions; LSU: wavefronts of 128 bytes, without bank conflicts.",)
@@ -64,7 +64,7 @@ class KernelText:
 
     def __init__(self, name: str, text: str, options: Sequence[str]) -> None:
         self.name, self.text, self._options = name, text, options
-        self.regions: list[Region] = find_regions(name, text)
+        self.regions: list[Region] = find_all_regions(name, text)
         self.nvdisasm = find_nvdisasm()
         self._compiled: dict[str, tuple[Compiled, str]] = {}
         self._blocks: dict[tuple[str, str], list[BasicBlock]] = {}
@@ -91,9 +91,9 @@ class KernelText:
 
 def count_cases(cases: Sequence[Case] = CASES, capabilities: Sequence[str] = CAPABILITIES) -> tuple[list[Row], str]:
     """Return the rows, and what has to be said of them."""
-    text = KernelText(SOURCE.name, SOURCE.read_text(), OPTIONS)
+    text = KernelText("flexcomm.cu", kernel_text(), OPTIONS)
     with tempfile.TemporaryDirectory() as folder:
-        launcher = CountingLauncher(compile_kernels(text.text, Path(folder)))
+        launcher = CountingLauncher(compile_for_host(Path(folder)))
         measured = {case: run_case(case, launcher) for case in cases}
     rows, notes = list[Row](), dict[str, None]()
     for capability in capabilities:

@@ -1,293 +1,413 @@
-// As much of CUDA as the kernels ask for, on the host, with one thread of the machine: threads of a block are fibers,
-// which take turns wherever they wait for each other, so that warps have ballots, shuffles and reductions.
+// As much of CUDA as flexcomm/kernels/gpu asks for, on the host: each thread of a block is a fiber, and blocks come one
+// after the other. Compiled by cuda_on_host.py, with KERNELS the path of the text to run.
 //
-// Include this, then the text of the kernels. `COUNT(name)` counts how many warps pass it: between two points where all
-// lanes of a warp meet, as many as the lane that passes most often.
+// Fibers run in turn until they wait for others. Built with -fsanitize=thread, accesses of two fibers to one place are
+// reported unless __syncthreads or __syncwarp lies between them, or __threadfence, of two blocks. That fibers share a
+// thread orders nothing, nor that blocks come one after the other, nor do votes and shuffles, which CUDA says of them,
+// too.
+//
+// `COUNT(name)` counts how many warps pass it: between two points where all lanes of a warp meet, as many as the lane that
+// passes most often.
 
-#pragma once
 #include <ucontext.h>
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <string>
-#include <vector>
+#include <mutex>
 
-#define CUDA_ON_HOST 1
-#define __device__
+#define __device__ inline
 #define __global__
-#define __host__
-#define __forceinline__ inline
-#define __restrict__
 #define __launch_bounds__(...)
-#ifndef __shared__
-#define __shared__ static
+#define UNROLL
+#define ROLLED
+#define GLOBAL(pointer)
+#define COUNT(name) count_pass<__COUNTER__>(#name)
+#define HIDDEN __attribute__((no_sanitize("thread"), noinline))
+
+#ifdef __SANITIZE_THREAD__
+extern "C" {
+void* __tsan_create_fiber(unsigned flags);
+void* __tsan_get_current_fiber();
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* at);
+void __tsan_release(void* at);
+}
+static const bool HAS_TSAN = true;
+#else
+static void* __tsan_create_fiber(unsigned) { return nullptr; }
+static void* __tsan_get_current_fiber() { return nullptr; }
+static void __tsan_switch_to_fiber(void*, unsigned) {}
+static void __tsan_acquire(void*) {}
+static void __tsan_release(void*) {}
+static const bool HAS_TSAN = false;
 #endif
+static const unsigned NO_SYNC = 1u;
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
 
 struct Index {
-    unsigned x, y, z;
+    unsigned x;
 };
+
 static Index threadIdx, blockIdx, blockDim, gridDim;
+static unsigned* shared_words;
 
-namespace host {
+// --- passes ----------------------------------------------------------------------------------------------------------
 
-constexpr unsigned WARP = 32u, MOST_WARPS = 32u;
-constexpr size_t STACK_NBYTES = 1u << 17;
+static const unsigned MOST_THREADS = 256u, MOST_COUNTERS = 256u;
 
-// How many warps passed a mark: `passes` of each lane are those since its warp last met.
+// How many warps passed a mark, and how often each thread has since its warp last met.
 struct Counter {
     const char* name;
-    unsigned long long total = 0;
-    unsigned passes[MOST_WARPS][WARP] = {};
+    u64 total;
+    bool is_passed[MOST_THREADS / 32u];
+    unsigned passes[MOST_THREADS];
+};
 
-    explicit Counter(const char* given) : name(given) { all().push_back(this); }
-    static std::vector<Counter*>& all() {
-        static std::vector<Counter*> counters;
-        return counters;
-    }
-    void pass() { passes[threadIdx.x / WARP][threadIdx.x % WARP]++; }
-    static void warp_met(unsigned warp) {
-        for (Counter* one : all()) {
-            unsigned(&lanes)[WARP] = one->passes[warp];
-            one->total += *std::max_element(lanes, lanes + WARP);
-            std::fill(lanes, lanes + WARP, 0u);
+static Counter counters[MOST_COUNTERS];
+static unsigned counters_used;
+
+template <int PLACE>
+static HIDDEN void count_pass(const char* name) {
+    static int number = -1;
+    if (number < 0) {
+        if (counters_used == MOST_COUNTERS) {
+            fprintf(stderr, "there are more than %u COUNTs\n", MOST_COUNTERS);
+            abort();
         }
+        number = (int)counters_used++;
+        counters[number].name = name;
     }
-};
+    counters[number].is_passed[threadIdx.x >> 5] = true;
+    counters[number].passes[threadIdx.x]++;
+}
 
-// Lanes that meet at a collective with the same mask. Values are kept for one meeting more: some lanes read late.
-struct Meeting {
-    unsigned arrived = 0, round = 0;
-    unsigned long long values[2][WARP] = {};
-};
+static HIDDEN void add_passes(unsigned warp) {
+    for (unsigned number = 0u; number < counters_used; number++) {
+        Counter& counter = counters[number];
+        if (!counter.is_passed[warp]) continue;
+        counter.is_passed[warp] = false;
+        unsigned *lanes = counter.passes + 32u * warp, most = 0u;
+        for (unsigned lane = 0u; lane < 32u; lane++) {
+            if (lanes[lane] > most) most = lanes[lane];
+            lanes[lane] = 0u;
+        }
+        counter.total += most;
+    }
+}
 
-struct Warp {
-    unsigned alive = 0;
-    std::map<unsigned, Meeting> meetings;
-};
+static HIDDEN void add_passes_of_block() {
+    for (unsigned warp = 0u; 32u * warp < blockDim.x; warp++) add_passes(warp);
+}
+
+extern "C" unsigned counter_count() { return counters_used; }
+extern "C" const char* count_name(unsigned number) { return counters[number].name; }
+extern "C" u64 count_value(unsigned number) { return counters[number].total; }
+extern "C" void count_reset() {
+    for (Counter& counter : counters) counter.total = 0u;
+}
+
+// --- fibers ----------------------------------------------------------------------------------------------------------
 
 struct Fiber {
     ucontext_t context;
-    std::unique_ptr<char[]> stack{new char[STACK_NBYTES]};
-    bool ended = false;
+    char* stack;
+    void* tsan;
+    bool done;
 };
 
-static std::vector<Fiber> fibers;
-static Warp warps[MOST_WARPS];
+// Where threads meet: how many have come, and how often all did.
+struct Meeting {
+    unsigned come, times;
+};
+
+static const unsigned STACK = 1u << 18;
+// Blocks of a launch that have no order: every so many, one reuses the fibers and the memory of another, after it.
+static const unsigned RING = HAS_TSAN ? 6u : 1u;
+static Fiber *fibers, all_fibers[RING][MOST_THREADS];
 static ucontext_t scheduler;
-static unsigned current, alive_threads, at_barrier, barrier_round;
-static void (*start_thread)();
+static void* scheduler_tsan;
+static unsigned current;
+static Meeting block_meeting, warp_meetings[MOST_THREADS / 32u];
+static unsigned slots[MOST_THREADS];
+static unsigned long long slots64[MOST_THREADS];
+static unsigned block_flags[2];
+static unsigned long long progress;
 
-inline void wait_turn() {
-    unsigned mine = current;
-    swapcontext(&fibers[mine].context, &scheduler);
-    threadIdx.x = mine;
+static HIDDEN void switch_to_scheduler() {
+    unsigned own = current;
+    __tsan_switch_to_fiber(scheduler_tsan, NO_SYNC);
+    swapcontext(&fibers[own].context, &scheduler);
 }
 
-inline void finish(Meeting& meeting, unsigned mask, unsigned warp) {
-    if (meeting.arrived == 0u || (meeting.arrived & warps[warp].alive) != (mask & warps[warp].alive)) return;
-    meeting.arrived = 0u;
-    meeting.round++;
-    if ((mask & warps[warp].alive) == warps[warp].alive) Counter::warp_met(warp);
-}
-
-// Wait for all lanes of the mask, and return what each of them brought.
-inline const unsigned long long* meet(unsigned mask, unsigned long long value) {
-    unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    Meeting& meeting = warps[warp].meetings[mask];
-    unsigned round = meeting.round;
-    if (!(mask >> lane & 1u)) {
-        std::fprintf(stderr, "lane %u is not in the mask %08x that it gave\n", lane, mask);
-        std::abort();
-    }
-    meeting.values[round & 1u][lane] = value;
-    meeting.arrived |= 1u << lane;
-    finish(meeting, mask, warp);
-    while (meeting.round == round) wait_turn();
-    return meeting.values[round & 1u];
-}
-
-inline void finish_barrier() {
-    if (at_barrier == 0u || at_barrier < alive_threads) return;
-    at_barrier = 0u;
-    barrier_round++;
-    for (unsigned warp = 0; warp * WARP < blockDim.x; warp++) Counter::warp_met(warp);
-}
-
-inline void run_thread() {
-    start_thread();
-    Warp& warp = warps[current / WARP];
-    warp.alive &= ~(1u << current % WARP);
-    alive_threads--;
-    fibers[current].ended = true;
-    // Those who wait for a thread that has ended wait no longer.
-    for (auto& [mask, meeting] : warp.meetings) finish(meeting, mask, current / WARP);
-    finish_barrier();
-}
-
-// Run `thread` as all threads of all blocks, block by block.
-inline void run_blocks(unsigned grid, unsigned threads, void (*thread)()) {
-    start_thread = thread;
-    gridDim = {grid, 1, 1};
-    blockDim = {threads, 1, 1};
-    fibers.resize(threads);
-    for (blockIdx = {0, 0, 0}; blockIdx.x < grid; blockIdx.x++) {
-        alive_threads = threads;
-        at_barrier = 0u;
-        for (unsigned warp = 0; warp * WARP < threads; warp++) {
-            unsigned lanes = std::min(WARP, threads - warp * WARP);
-            warps[warp] = {lanes == WARP ? ~0u : (1u << lanes) - 1u, {}};
+static HIDDEN void meet(Meeting& meeting, unsigned members) {
+    unsigned times = meeting.times;
+    progress++;
+    if (++meeting.come == members) {
+        if (&meeting == &block_meeting) {
+            add_passes_of_block();
+        } else {
+            add_passes(threadIdx.x >> 5);
         }
-        for (Fiber& one : fibers) {
-            getcontext(&one.context);
-            one.context.uc_stack.ss_sp = one.stack.get();
-            one.context.uc_stack.ss_size = STACK_NBYTES;
-            one.context.uc_link = &scheduler;
-            one.ended = false;
-            makecontext(&one.context, run_thread, 0);
-        }
-        while (alive_threads) {
-            for (current = 0; current < threads; current++) {
-                if (fibers[current].ended) continue;
-                threadIdx = {current, 0, 0};
-                swapcontext(&scheduler, &fibers[current].context);
-            }
-        }
-        for (unsigned warp = 0; warp * WARP < threads; warp++) Counter::warp_met(warp);
+        meeting.come = 0u;
+        meeting.times++;
+        return;
     }
+    while (meeting.times == times) switch_to_scheduler();
 }
 
-template <class To, class From>
-To bits(From from) {
-    To to{};
-    static_assert(sizeof(From) <= sizeof(unsigned long long));
-    std::memcpy(&to, &from, std::min(sizeof to, sizeof from));
-    return to;
+static HIDDEN Meeting& own_warp() { return warp_meetings[threadIdx.x >> 5]; }
+
+// Threads that have returned are not waited for.
+static HIDDEN unsigned threads_alive() {
+    unsigned alive = 0u;
+    for (unsigned thread = 0u; thread < blockDim.x; thread++) alive += !fibers[thread].done;
+    return alive;
 }
 
-template <class Combine>
-unsigned reduce(unsigned mask, unsigned value, unsigned start, Combine combine) {
-    const unsigned long long* values = meet(mask, value);
-    for (unsigned lane = 0; lane < WARP; lane++) {
-        if (mask >> lane & 1u) start = combine(start, (unsigned)values[lane]);
+static void __syncthreads() {
+    __tsan_release(&block_meeting);
+    meet(block_meeting, threads_alive());
+    __tsan_acquire(&block_meeting);
+}
+
+static HIDDEN bool any_of_block(bool mine) {
+    static unsigned turn;
+    if (block_meeting.come == 0u) {
+        turn ^= 1u;
+        block_flags[turn] = 0u;
     }
-    return start;
+    unsigned own = turn;
+    block_flags[own] |= mine;
+    meet(block_meeting, threads_alive());
+    return block_flags[own] != 0u;
 }
 
-template <class T>
-T shuffle(unsigned mask, T value, int from) {
-    const unsigned long long* values = meet(mask, bits<unsigned long long>(value));
-    return from < 0 || from >= (int)WARP ? value : bits<T>(values[from]);
+static bool __syncthreads_or(bool mine) {
+    __tsan_release(&block_meeting);
+    bool any = any_of_block(mine);
+    __tsan_acquire(&block_meeting);
+    return any;
 }
 
-inline int lane() { return (int)(threadIdx.x % WARP); }
-
-}  // namespace host
-
-#define COUNT(name)                         \
-    do {                                    \
-        static host::Counter counter(#name); \
-        counter.pass();                     \
-    } while (0)
-
-// The number of marks passed so far is not known beforehand: `count_name` returns null behind the last one.
-extern "C" inline __attribute__((used)) const char* count_name(int i) {
-    return i < (int)host::Counter::all().size() ? host::Counter::all()[i]->name : nullptr;
-}
-extern "C" inline __attribute__((used)) unsigned long long count_value(int i) { return host::Counter::all()[i]->total; }
-extern "C" inline __attribute__((used)) void count_reset() {
-    for (host::Counter* one : host::Counter::all()) one->total = 0;
+static void __syncwarp() {
+    __tsan_release(&own_warp());
+    meet(own_warp(), 32u);
+    __tsan_acquire(&own_warp());
 }
 
-inline void __syncthreads() {
-    unsigned round = host::barrier_round;
-    host::at_barrier++;
-    host::finish_barrier();
-    while (host::barrier_round == round) host::wait_turn();
+// Call read(slots of the warp) in every lane, once all have left theirs.
+template <class Word, class Read>
+static HIDDEN auto exchange(Word* all, Word mine, Read read) {
+    Word* warp = all + (threadIdx.x & ~31u);
+    warp[threadIdx.x & 31u] = mine;
+    meet(own_warp(), 32u);
+    auto found = read(warp);
+    meet(own_warp(), 32u);
+    return found;
 }
-inline void __syncwarp(unsigned mask = ~0u) { host::meet(mask, 0); }
-inline void __threadfence() {}
-inline void __threadfence_block() {}
 
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
-    const unsigned long long* values = host::meet(mask, predicate != 0);
-    unsigned ballot = 0;
-    for (unsigned lane = 0; lane < host::WARP; lane++) {
-        if (mask >> lane & 1u) ballot |= (unsigned)(values[lane] != 0) << lane;
+static HIDDEN unsigned __ballot_sync(unsigned, bool mine) {
+    return exchange(slots, (unsigned)mine, [](unsigned* warp) {
+        unsigned word = 0u;
+        for (unsigned lane = 0u; lane < 32u; lane++) word |= warp[lane] << lane;
+        return word;
+    });
+}
+
+static bool __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) != 0u; }
+
+static HIDDEN unsigned add_lanes(unsigned mine) {
+    return exchange(slots, mine, [](unsigned* warp) {
+        unsigned sum = 0u;
+        for (unsigned lane = 0u; lane < 32u; lane++) sum += warp[lane];
+        return sum;
+    });
+}
+
+static HIDDEN unsigned largest_of_lanes(unsigned mine) {
+    return exchange(slots, mine, [](unsigned* warp) { return *std::max_element(warp, warp + 32); });
+}
+
+// A lane outside the warp is the lane itself.
+template <class Value>
+static HIDDEN Value shuffle(Value mine, int source) {
+    int lane = threadIdx.x & 31u, from = source < 0 || source > 31 ? lane : source;
+    unsigned long long bits = 0u;
+    memcpy(&bits, &mine, sizeof mine);
+    bits = exchange(slots64, bits, [=](unsigned long long* warp) { return warp[from]; });
+    memcpy(&mine, &bits, sizeof mine);
+    return mine;
+}
+
+template <class Value>
+static Value __shfl_sync(unsigned, Value mine, int source) {
+    return shuffle(mine, source);
+}
+
+template <class Value>
+static Value __shfl_up_sync(unsigned, Value mine, unsigned by) {
+    return shuffle(mine, (int)(threadIdx.x & 31u) - (int)by);
+}
+
+template <class Value>
+static Value __shfl_down_sync(unsigned, Value mine, unsigned by) {
+    return shuffle(mine, (int)(threadIdx.x & 31u) + (int)by);
+}
+
+template <class Value>
+static Value __shfl_xor_sync(unsigned, Value mine, unsigned mask) {
+    return shuffle(mine, (int)((threadIdx.x & 31u) ^ mask));
+}
+
+// --- everything else -------------------------------------------------------------------------------------------------
+
+template <class Word>
+static Word atomicAdd(Word* at, Word value) {
+    return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+}
+
+template <class Word>
+static Word atomicOr(Word* at, Word value) {
+    return __atomic_fetch_or(at, value, __ATOMIC_RELAXED);
+}
+
+template <class Word>
+static Word atomicMax(Word* at, Word value) {
+    Word seen = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (seen < value && !__atomic_compare_exchange_n(at, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
-    return ballot;
-}
-inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0u; }
-inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
-inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
-    return host::reduce(mask, value, 0u, [](unsigned a, unsigned b) { return a + b; });
-}
-inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
-    return host::reduce(mask, value, 0u, [](unsigned a, unsigned b) { return a > b ? a : b; });
-}
-inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
-    return host::reduce(mask, value, ~0u, [](unsigned a, unsigned b) { return a < b ? a : b; });
-}
-inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
-    return host::reduce(mask, value, 0u, [](unsigned a, unsigned b) { return a | b; });
-}
-template <class T>
-T __shfl_sync(unsigned mask, T value, int from) {
-    return host::shuffle(mask, value, from & 31);
-}
-template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned by) {
-    return host::shuffle(mask, value, host::lane() - (int)by);
-}
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned by) {
-    return host::shuffle(mask, value, host::lane() + (int)by);
-}
-template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int by) {
-    return host::shuffle(mask, value, host::lane() ^ by);
+    return seen;
 }
 
-// One thread runs at a time, so nothing can come between.
 template <class Word>
-Word atomicAdd(Word* at, Word value) {
-    Word before = *at;
-    *at = before + value;
-    return before;
-}
-template <class Word>
-Word atomicOr(Word* at, Word value) {
-    Word before = *at;
-    *at = before | value;
-    return before;
-}
-template <class Word>
-Word atomicMax(Word* at, Word value) {
-    Word before = *at;
-    *at = std::max(before, value);
-    return before;
-}
-template <class Word>
-Word atomicMin(Word* at, Word value) {
-    Word before = *at;
-    *at = std::min(before, value);
-    return before;
+static Word atomicMin(Word* at, Word value) {
+    Word seen = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (seen > value && !__atomic_compare_exchange_n(at, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return seen;
 }
 
 using std::max;
 using std::min;
-inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
-inline float __uint_as_float(unsigned word) { return std::bit_cast<float>(word); }
-inline int __popc(unsigned word) { return std::popcount(word); }
-inline int __ffs(int word) { return __builtin_ffs(word); }
-inline int __clz(int word) { return std::countl_zero((unsigned)word); }
-template <class T>
-T __ldg(const T* at) {
-    return *at;
+
+static void __threadfence() {
+    static char fence;
+    __tsan_acquire(&fence);
+    __tsan_release(&fence);
 }
+
+static unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+static float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+static unsigned __popc(unsigned bits) { return (unsigned)std::popcount(bits); }
+static unsigned __ffs(unsigned bits) { return (unsigned)__builtin_ffs((int)bits); }
+static unsigned __clz(unsigned bits) { return (unsigned)std::countl_zero(bits); }
+static float max_nan(float a, float b) { return a != a || b != b ? __uint_as_float(0x7FFFFFFFu) : a > b ? a : b; }
+
+#include KERNELS
+
+// What nobody wrote must not look like zero.
+static const u32 POISON = 0xFFFFABCDu, GUARD_WORDS = 1024u, MOST_SHARED = 1u << 18;
+static void (*run_kernel)(const void* kernel, const void* argument);
+static const void *the_kernel, *the_argument;
+
+static char launch_begins, launch_ends, block_ends[RING];
+
+static HIDDEN void run_fiber() {
+    __tsan_acquire(&launch_begins);
+    __tsan_acquire(&block_ends[blockIdx.x % RING]);
+    run_kernel(the_kernel, the_argument);
+    __tsan_release(&block_ends[blockIdx.x % RING]);
+    __tsan_release(&launch_ends);
+    fibers[current].done = true;
+    progress++;
+    switch_to_scheduler();
+}
+
+static HIDDEN void start_fiber(unsigned thread) {
+    Fiber& fiber = fibers[thread];
+    if (!fiber.stack) {
+        fiber.stack = new char[STACK];
+        fiber.tsan = __tsan_create_fiber(0u);
+    }
+    fiber.done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_link = &scheduler;
+    makecontext(&fiber.context, run_fiber, 0);
+}
+
+// Run a block of the launch; return whether it left alone the shared memory it had not asked for.
+static HIDDEN bool run_block(u32 threads, u64 shared_nbytes, u32 seed) {
+    u64 words = shared_nbytes / sizeof(u32);
+    static u32* all_shared[RING];
+    u32*& own = all_shared[blockIdx.x % RING];
+    if (!own) own = (u32*)aligned_alloc(16, MOST_SHARED);
+    shared_words = own;
+    fibers = all_fibers[blockIdx.x % RING];
+    for (u64 at = 0u; at < words + GUARD_WORDS; at++) shared_words[at] = POISON;
+    block_meeting = {};
+    for (Meeting& meeting : warp_meetings) meeting = {};
+    for (u32 thread = 0u; thread < threads; thread++) start_fiber(thread);
+    scheduler_tsan = __tsan_get_current_fiber();
+    for (bool left = true; left;) {
+        unsigned long long before = progress;
+        left = false;
+        for (u32 number = 0u; number < threads; number++) {
+            u32 thread = (number * (2u * seed + 1u) + seed) % threads;  // threads are a power of two
+            if (fibers[thread].done) continue;
+            left = true;
+            current = thread;
+            threadIdx.x = thread;
+            __tsan_switch_to_fiber(fibers[thread].tsan, NO_SYNC);
+            swapcontext(&scheduler, &fibers[thread].context);
+        }
+        if (left && progress == before) {
+            fprintf(stderr, "threads of block %u wait for each other for ever\n", blockIdx.x);
+            abort();
+        }
+    }
+    add_passes_of_block();
+    bool within = true;
+    for (u64 at = words; at < words + GUARD_WORDS; at++) within = within && shared_words[at] == POISON;
+    return within;
+}
+
+// Run a kernel whose one argument is such a structure; return whether blocks kept to the shared memory they asked for.
+template <class Argument>
+static HIDDEN bool launch(const void* kernel, u32 grid, u32 threads, u64 shared_nbytes, const void* argument,
+                          u64 nbytes, u32 seed) {
+    static std::mutex alone;
+    std::lock_guard<std::mutex> lock(alone);
+    if (nbytes != sizeof(Argument)) {
+        fprintf(stderr, "got an argument of %llu bytes, needed %zu\n", nbytes, sizeof(Argument));
+        abort();
+    }
+    run_kernel = [](const void* kernel, const void* argument) {
+        ((void (*)(const Argument))kernel)(*(const Argument*)argument);
+    };
+    the_kernel = kernel;
+    the_argument = argument;
+    blockDim.x = threads;
+    gridDim.x = grid;
+    __tsan_release(&launch_begins);
+    bool within = true;
+    for (blockIdx.x = 0u; blockIdx.x < grid; blockIdx.x++) within = run_block(threads, shared_nbytes, seed) && within;
+    __tsan_acquire(&launch_ends);
+    return within;
+}
+
+// Defines launch_Argument().
+#define LAUNCHES(Argument)                                                                                    \
+    extern "C" HIDDEN bool launch_##Argument(const void* kernel, u32 grid, u32 threads, u64 shared_nbytes,    \
+                                             const void* argument, u64 nbytes, u32 seed) {                    \
+        return launch<Argument>(kernel, grid, threads, shared_nbytes, argument, nbytes, seed);                \
+    }
+
+LAUNCHED

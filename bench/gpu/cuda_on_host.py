@@ -1,76 +1,100 @@
-"""Runs kernels where there is no GPU, and counts how often warps pass the regions of their text."""
+"""Runs the GPU's kernels where there is no GPU: their text compiled for the host, every CUDA thread a fiber."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from bench.gpu.count import Launch
 from bench.gpu.devices import WARP
-from flexcomm.kernels.gpu.launcher import CupyLauncher, Job, LaunchConfig
+from flexcomm.kernels.gpu import kernel_text, tables
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexcomm.kernels.gpu.tables import Record
 
 SHIM = Path(__file__).with_name("cuda_on_host.h")
-# The host must not fuse or reorder either. Without unique symbols, libraries of one process have counters of their own.
-FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fPIC", "-shared", "-w")
-SHARED_NBYTES = 48 << 10
-_LAUNCH = """
-alignas(16) unsigned shared_words[1u << 14];
-static void (*kernel)(const Job);
-static const Job* job;
-extern "C" void launch(void (*given)(const Job), unsigned grid, unsigned threads, const Job* argument) {
-    kernel = given;
-    job = argument;
-    host::run_blocks(grid, threads, [] { kernel(*job); });
-}
-"""
+# The host must not fuse or reorder either; -O1 is as fast here, and compiles sooner. No kernel asks for all of CUDA.
+FLAGS = (
+    *("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unused-function"),
+)
+_POINTED_TO = ("Tensor", "Section", "Operand", "Place", "Term")
 
 
-def compile_for_host(source: Path, folder: Path, *flags: str) -> ctypes.CDLL:
-    """Compile a text of C++ or CUDA that includes nothing of CUDA itself; the shim comes before it."""
-    library = folder / f"{source.stem}_on_host.so"
-    command = ["g++", *FLAGS, *flags, "-include", str(SHIM), "-o", str(library), "-x", "c++", str(source)]
+def compile_for_host(folder: Path, *extra_flags: str, text: str | None = None) -> Path:
+    """Return the library made of the kernels, or of another ``text``, whose kernels take a ``Job`` or a ``MixJob``."""
+    source, library = folder / "kernels.cu", folder / "kernels_on_host.so"
+    text = kernel_text() if text is None else text
+    structures = set(re.findall(r"^struct (?:alignas\(\d+\) )?(\w+)", text, re.MULTILINE))
+    sizes = {name: getattr(tables, name.upper()).itemsize for name in _POINTED_TO if name in structures}
+    checks = (f'static_assert(sizeof({name}) == {size}, "as tables.py has it");\n' for name, size in sizes.items())
+    source.write_text(text + "".join(checks))
+    launched = " ".join(f"LAUNCHES({name})" for name in ("Job", "MixJob") if name in structures)
+    defined = f'-DKERNELS="{source}"', f"-DLAUNCHED={launched}"
+    command = ["g++", *FLAGS, *extra_flags, *defined, "-o", str(library), "-x", "c++", str(SHIM)]
     subprocess.run(command, check=True, timeout=300)
-    loaded = ctypes.CDLL(str(library))
-    loaded.count_name.restype = ctypes.c_char_p
-    loaded.count_value.restype = ctypes.c_ulonglong
-    return loaded
+    return library
 
 
-def compile_kernels(text: str, folder: Path) -> ctypes.CDLL:
-    """Compile the library's kernels. Shared memory of their launch, which is declared as ``extern``, is here."""
-    source = folder / "kernels.cpp"
-    source.write_text(text + _LAUNCH)
-    return compile_for_host(source, folder, *(("-D__shared__=",) if "extern __shared__" in text else ()))
+class HostLauncher:
+    """A launcher whose device is this machine's memory.
+
+    ``shared_limit`` in bytes is what a block may have; ``seed`` the order in which threads take turns. ``launches`` are
+    the names of all kernels that ran.
+    """
+
+    def __init__(self, library: Path, shared_limit: int = 96 << 10, seed: int = 0) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.library.count_value.restype = ctypes.c_uint64
+        self.library.count_name.restype = ctypes.c_char_p
+        self._shared_limit, self._seed = shared_limit, seed
+        self.launches: list[str] = []
+
+    def shared_nbytes(self, device: torch.device) -> int:  # noqa: ARG002  (there is one)
+        """Return how much shared memory a block may have."""
+        return self._shared_limit
+
+    def launch(self, name: str, device: torch.device, grid: int, threads: int, shared_nbytes: int, job: Record) -> None:
+        """Run a kernel, block by block."""
+        if device.type != "cpu" or grid < 1 or shared_nbytes > self._shared_limit:
+            raise AssertionError(
+                f"got a launch of {grid} blocks with {shared_nbytes} bytes of shared memory on {device}, needed one or "
+                f"more blocks with {self._shared_limit} bytes at most on the cpu; see tables.py."
+            )
+        self.launches.append(name)
+        kernel = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
+        launch = self.library.launch_MixJob if job.dtype == tables.MIX_JOB else self.library.launch_Job
+        launch.restype = ctypes.c_bool
+        argument = ctypes.create_string_buffer(job.tobytes(), job.nbytes)
+        asked = ctypes.c_uint32(grid), ctypes.c_uint32(threads), ctypes.c_uint64(shared_nbytes)
+        given = argument, ctypes.c_uint64(job.nbytes), ctypes.c_uint32(self._seed)
+        if not launch(kernel, *asked, *given):
+            raise AssertionError(f"{name} wrote beyond the {shared_nbytes} bytes of shared memory that it asked for.")
+
+
+class CountingLauncher(HostLauncher):
+    """A launcher that also counts: ``counted`` are the launches since it was emptied."""
+
+    def __init__(self, library: Path, shared_limit: int = 96 << 10, seed: int = 0) -> None:
+        super().__init__(library, shared_limit, seed)
+        self.counted: list[Launch] = []
+
+    def launch(self, name: str, device: torch.device, grid: int, threads: int, shared_nbytes: int, job: Record) -> None:
+        self.library.count_reset()
+        super().launch(name, device, grid, threads, shared_nbytes, job)
+        self.counted.append(Launch(name, grid, -(-threads // WARP), take_passes(self.library), shared_nbytes))
 
 
 def take_passes(library: ctypes.CDLL) -> dict[str, int]:
-    """Return how many warps passed each ``COUNT(name)`` since the last call; templates have a counter each."""
+    """Return how many warps passed each ``COUNT(name)`` since the last call; one name may stand at several places."""
     passes: Counter[str] = Counter()
-    number = 0
-    while name := library.count_name(number):
-        passes[name.decode()] += library.count_value(number)
-        number += 1
+    for number in range(library.counter_count()):
+        passes[library.count_name(number).decode()] += library.count_value(number)
     library.count_reset()
     return dict(passes)
-
-
-class CountingLauncher(CupyLauncher):
-    """A launcher whose device is this machine's memory; ``launches`` are those since it was emptied."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        self.launches: list[Launch] = []
-
-    def shared_nbytes(self, device: torch.device) -> int:  # noqa: ARG002  (there is one)
-        return SHARED_NBYTES
-
-    def launch(self, name: str, config: LaunchConfig, job: Job) -> None:
-        kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
-        self._library.launch(kernel, config.grid, config.threads, ctypes.byref(job))
-        warps = -(-config.threads // WARP)
-        passes = take_passes(self._library)
-        self.launches.append(Launch(name, config.grid, warps, passes, config.shared_nbytes))

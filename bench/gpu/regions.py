@@ -26,11 +26,19 @@ class Region(NamedTuple):
 _NO_CODE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|^[ \t]*#(?:\\\n|[^\n])*", re.DOTALL | re.MULTILINE)
 """Comments, strings and lines of the preprocessor, whose braces are none of the program's."""
 _MARK = re.compile(r"\bCOUNT\((\w+)\)")
-_LOOP = re.compile(r"(for|while|do)\b")
+_LOOP = re.compile(r"(ROLLED\s+)?(for|while|do)\b")
+_FILE = re.compile(r'^#line 1 "([^"]+)"\n', re.MULTILINE)
+
+
+def find_all_regions(file: str, text: str) -> list[Region]:
+    """Return the regions of a text, which may say by ``#line`` of which files it was made."""
+    before, *parts = _FILE.split(text)
+    named = [(file, before), *zip(parts[::2], parts[1::2], strict=True)]
+    return [region for name, part in named for region in find_regions(name, part)]
 
 
 def find_regions(file: str, text: str) -> list[Region]:
-    """Return the regions of one text, outer before inner ones."""
+    """Return the regions of one file, outer before inner ones."""
     code = _NO_CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     blocks = list(_find_blocks(code))
     regions: dict[tuple[int, int], Region] = {}

@@ -5,12 +5,12 @@ The small kernel is run on the host and compiled by NVRTC, as PTX always, as SAS
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+import torch
 
 from bench.errors import UsageError
 from bench.gpu.accesses import Access, find_access, find_pipe, find_same_addresses
@@ -19,7 +19,7 @@ from bench.gpu.command import find_figures
 from bench.gpu.compile import compile_by_nvcc, compile_text, read_log
 from bench.gpu.count import Launch, count_kernel
 from bench.gpu.count_table import COLUMNS, KernelText, Row, count_cases, count_verb, describe, format_row
-from bench.gpu.cuda_on_host import compile_for_host, take_passes
+from bench.gpu.cuda_on_host import CountingLauncher, compile_for_host, take_passes
 from bench.gpu.devices import A100, H100, Resources, count_blocks, estimate_bandwidth
 from bench.gpu.flow import find_executions
 from bench.gpu.machine_code import (
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 TEXT = """\
 #ifndef COUNT
 #define COUNT(name)
+#define ROLLED _Pragma("unroll 1")
 #endif
 struct Job { const float* x; float* y; unsigned rounds; unsigned limit; };
 
-__device__ __forceinline__ float twice(const float* x, unsigned rounds) {
+__device__ float twice(const float* x, unsigned rounds) {
     COUNT(call);
     float sum = 0.0f;
-    #pragma unroll 1
-    for (unsigned i = 0; i < rounds; i++) {
+    ROLLED for (unsigned i = 0; i < rounds; i++) {
         COUNT(round);
         sum += x[i * 64u];
         __syncthreads();
@@ -69,35 +69,19 @@ extern "C" __global__ void add(const Job job) {
     job.y[at] = sum;
 }
 """
-RUN = """
-static Job job;
-extern "C" void run(unsigned blocks, const Job* given) {
-    job = *given;
-    host::run_blocks(blocks, 64, [] { add(job); });
-}
-"""
-
-
-class Job(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("rounds", ctypes.c_uint32),
-        ("limit", ctypes.c_uint32),
-    )
+JOB = np.dtype([("x", np.uint64), ("y", np.uint64), ("rounds", np.uint32), ("limit", np.uint32)])
 
 
 BLOCKS, LIMIT, ROUNDS = 8, 2, 5
 
 
 def launch_on_host(folder: Path) -> Launch:
-    source = folder / "small.cpp"
-    source.write_text(TEXT + RUN)
-    library = compile_for_host(source, folder)
-    x, y = (ctypes.c_float * (64 * 2 * ROUNDS))(*[1.0] * (64 * 2 * ROUNDS)), (ctypes.c_float * (64 * BLOCKS))()
-    library.run(BLOCKS, ctypes.byref(Job(ctypes.addressof(x), ctypes.addressof(y), ROUNDS, LIMIT)))
-    assert [y[64 * block] for block in range(BLOCKS)] == [ROUNDS] * LIMIT + [2 * ROUNDS] * (BLOCKS - LIMIT)
-    return Launch("add", BLOCKS, 2, take_passes(library))
+    launcher = CountingLauncher(compile_for_host(folder, text=TEXT))
+    x, y = torch.ones(64 * 2 * ROUNDS), torch.zeros(BLOCKS, 64)
+    job = np.array([(x.data_ptr(), y.data_ptr(), ROUNDS, LIMIT)], JOB)
+    launcher.launch("add", torch.device("cpu"), BLOCKS, 64, 0, job)
+    assert y[:, 0].tolist() == [ROUNDS] * LIMIT + [2 * ROUNDS] * (BLOCKS - LIMIT)
+    return launcher.counted[0]
 
 
 def test_the_host_counts_how_many_warps_pass(tmp_path: Path) -> None:
@@ -134,7 +118,7 @@ def test_a_small_kernel_costs_what_one_counts_by_hand(capability: str, kind: str
 
 def test_regions_are_the_blocks_around_their_marks() -> None:
     regions = {one.name: one for one in find_regions("small.cu", TEXT)}
-    assert regions["call"] == Region("call", "small.cu", 7, 16, loop=False)
+    assert regions["call"] == Region("call", "small.cu", 8, 16, loop=False)
     assert regions["round"] == Region("round", "small.cu", 10, 14, loop=True)
     assert regions["few"][2:] == (22, 24, False)
 
@@ -355,40 +339,39 @@ def test_the_estimate_lies_between_no_overlap_and_all_of_it() -> None:
 
 
 LOCK_STEP = """
-struct Job { unsigned* out; unsigned rounds; };
+struct Job { unsigned* out; };
 extern "C" __global__ void lanes(const Job job) {
     unsigned lane = threadIdx.x % 32u;
     job.out[threadIdx.x] = __ballot_sync(~0u, lane & 1u);
     job.out[32 + threadIdx.x] = __shfl_sync(~0u, lane, 31 - (int)lane) + 100u * __shfl_up_sync(~0u, lane, 1);
-    job.out[64 + threadIdx.x] = __reduce_add_sync(~0u, lane);
+    job.out[64 + threadIdx.x] = add_lanes(lane);
     for (unsigned i = 0; i < lane; i++) {
         COUNT(longest);
+    }
+    for (unsigned i = lane; i < 32u; i++) {
+        COUNT(longest_of_a_meeting);
+    }
+    __syncwarp();
+    for (unsigned i = 0; i < lane; i++) {
+        COUNT(longest_of_a_meeting);
     }
     __syncwarp();
     if (lane == 3u) {
         COUNT(one_lane);
     }
     if (lane >= 16u) return;
-    job.out[96 + threadIdx.x] = __ballot_sync(0xFFFFu, 1);
     __syncthreads();
-}
-static Job job;
-extern "C" void run(const Job* given) {
-    job = *given;
-    host::run_blocks(1, 32, [] { lanes(job); });
 }
 """
 
 
 def test_warps_run_in_lock_step_and_are_counted_once(tmp_path: Path) -> None:
-    source = tmp_path / "lanes.cpp"
-    source.write_text(LOCK_STEP)
-    library = compile_for_host(source, tmp_path)
-    out = (ctypes.c_uint32 * 128)()
-    library.run(ctypes.byref(Job(ctypes.addressof(out))))
-    assert list(out[:32]) == [0xAAAAAAAA] * 32
-    assert list(out[32:64]) == [31 - lane + 100 * max(lane - 1, 0) for lane in range(32)]
-    assert list(out[64:96]) == [sum(range(32))] * 32
-    assert list(out[96:112]) == [0xFFFF] * 16
-    assert take_passes(library) == {"longest": 31, "one_lane": 1}
-    assert Counter(take_passes(library).values()) == {0: 2}
+    launcher = CountingLauncher(compile_for_host(tmp_path, text=LOCK_STEP))
+    out = torch.zeros(96, dtype=torch.int32)
+    job = np.array([(out.data_ptr(),)], [("out", np.uint64)])
+    launcher.launch("lanes", torch.device("cpu"), 1, 32, 0, job)
+    assert out[:32].tolist() == [0xAAAAAAAA - (1 << 32)] * 32
+    assert out[32:64].tolist() == [31 - lane + 100 * max(lane - 1, 0) for lane in range(32)]
+    assert out[64:96].tolist() == [sum(range(32))] * 32
+    assert launcher.counted[0].passes == {"longest": 31, "longest_of_a_meeting": 32 + 31, "one_lane": 1}
+    assert set(take_passes(launcher.library).values()) == {0}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
+from bench.gpu.cuda_on_host import HostLauncher, compile_for_host
 from flexcomm.codec import assemble_buffer
 from flexcomm.kernels import (
     Average,
@@ -27,7 +28,6 @@ from flexcomm.kernels.gpu import GpuKernels, tables
 from flexcomm.testing import KERNEL_LAWS
 from flexcomm.testing.cases import DTYPES, SEQUENCE, encode, encode_bucket, numbers, plan_single
 from tests.slow import slow_but
-from tests.unit.cuda_on_host import HostLauncher, compile_for_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
