@@ -345,3 +345,13 @@ def test_a_chunk_that_is_not_finite_is_not_stored(in_state: bool, make_kernels: 
     assert int(encoder.encode_([x], [state], [state], UPDATE, step=1, sequence=1)) == 0
     encoder.rollback_([x], [state], UPDATE, step=1)
     torch.testing.assert_close(state, expected, rtol=2.0**-20, atol=2.0**-20, equal_nan=True)
+
+
+def test_a_workspace_is_found_by_every_launch(make_kernels: MakeKernels) -> None:
+    """Also where the launch that counts leaves out the tensors before, whose counts do not depend on the data."""
+    first = TensorPlan(1, 640, 1, 100, False, Selection.TOP_K, 30, ValueCode.FP32)
+    large = TensorPlan(1, 13000, 1, 4500, False, Selection.THRESHOLD, 900, ValueCode.FP32, tau=0.1)
+    bucket = bucket_of([first, first, large])
+    tensors = [numbers("normal", (1, plan.cols), 1) for plan in bucket.plans]
+    got = encode_bucket(make_kernels(NEXT_TO_NONE_SHARED), bucket, tensors)
+    require_equal_bits(got.words, encode_bucket(REFERENCE, bucket, tensors).words, "buffer")

@@ -73,9 +73,9 @@ struct Block {
     }
 };
 
-__device__ Block make_block(const Job& job, const Tensor& t, const Operand& at) {
-    // The counters come first: a workspace holds areas only.
-    u32* areas = t.workspace ? t.workspace + (i64)blockIdx.x * t.block_words : shared_words + 4u + 2u * blockDim.x;
+__device__ Block make_block(const Job& job, const Tensor& t, const Operand& at, u32 begin) {
+    // The counters come first: a workspace holds areas only, those of a tensor's first block, and so on.
+    u32* areas = t.workspace ? t.workspace + (i64)(begin / t.unit) * t.block_words : shared_words + 4u + 2u * blockDim.x;
     bool alone = t.group > 1u;
     Block block = {job,
                    t,
@@ -642,7 +642,7 @@ __device__ void by_unit_word(const Block& block, const Section& section, u32 uni
 // Encode the chunks of a block; return this thread's part of the checksum. Payloads whose length depends on the data
 // are zero before, and added up afterwards.
 __device__ u32 encode_blocks(const Job& job, const Tensor& t, const Operand& at, u32 begin) {
-    Block block = make_block(job, t, at);
+    Block block = make_block(job, t, at, begin);
     const Section section = job.sections ? job.sections[t.number] : t.section;
     u32* words = job.words;
     u32 sum = 0u;
@@ -671,7 +671,7 @@ __device__ u32 encode_blocks(const Job& job, const Tensor& t, const Operand& at,
 // Put back what the chunks of a block sent, and take out what they accumulated, unless they were refused:
 // m = (m' + alpha * sent - gain * x) / decay. `stays` is alpha, and `decay` one over the decay.
 __device__ void roll_back_blocks(const Job& job, const Tensor& t, const Operand& at, u32 begin) {
-    Block block = make_block(job, t, at);
+    Block block = make_block(job, t, at, begin);
     const Section section = job.sections ? job.sections[t.number] : t.section;
     by_group(block, begin, [&](u32 first, u32 here) {
         bool refused = job.refused[t.first_chunk + first];
@@ -735,7 +735,7 @@ __device__ void add_payloads(Block& block, u32 chunk) {
 
 template <int EPILOGUE>
 __device__ void decode_blocks(const Job& job, const Tensor& t, const Operand& at, u32 begin) {
-    Block block = make_block(job, t, at);
+    Block block = make_block(job, t, at, begin);
     by_group(block, begin, [&](u32 first, u32 here) {
         by_team(block, first, here, [&](u32 chunk) { add_payloads(block, chunk); });
         restore_chunks<EPILOGUE>(block, first, here);
