@@ -355,3 +355,33 @@ def test_a_workspace_is_found_by_every_launch(make_kernels: MakeKernels) -> None
     tensors = [numbers("normal", (1, plan.cols), 1) for plan in bucket.plans]
     got = encode_bucket(make_kernels(NEXT_TO_NONE_SHARED), bucket, tensors)
     require_equal_bits(got.words, encode_bucket(REFERENCE, bucket, tensors).words, "buffer")
+
+
+def test_chunks_go_back_one_by_one(make_kernels: MakeKernels) -> None:
+    """Blocks that put them back hold more short chunks than those that encode beside chunks in registers."""
+    short = TensorPlan(1, 100 * 64, 1, 64, True, Selection.TOP_K, 8, ValueCode.BF16)
+    bucket = bucket_of([TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16), short])
+    tensors = [numbers("normal", (plan.rows, plan.cols), 1) for plan in bucket.plans]
+    states = [numbers("normal", plan.state_shape, 2) for plan in bucket.plans]
+    before = [state.clone() for state in states]
+    for broken in (5, 40 * 64, 6399):
+        tensors[1][0, broken], kept = torch.nan, tensors[1][0, broken].clone()
+        encoder = make_kernels().encoder(bucket, torch.empty(bucket.nwords, dtype=torch.int32))
+        status = encoder.encode_(tensors, states, states, UPDATE, step=0, sequence=0)
+        assert Status.of(int(status)) == Status(Problem.NONFINITE, tensor=1)
+        torch.testing.assert_close(states, before, rtol=2.0**-19, atol=2.0**-19)
+        tensors[1][0, broken] = kept
+
+
+def test_what_was_refused_is_known_of_the_last_call_alone(make_kernels: MakeKernels) -> None:
+    """Without states nothing is put back, so nobody has looked at what was refused."""
+    plan = TensorPlan(64, 128, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16)
+    for one in (plan, TensorPlan(1, 90, 1, 7, False, Selection.TOP_K, 2, ValueCode.BF16)):
+        bucket, x = plan_single(one), numbers("normal", (one.rows, one.cols), 1)
+        encoder = make_kernels().encoder(bucket, torch.empty(bucket.nwords, dtype=torch.int32))
+        assert int(encoder.encode_([x * torch.nan], None, None, UPDATE, step=0, sequence=0)) == Problem.NONFINITE
+        state = numbers("normal", one.state_shape, 2)
+        before = state.clone()
+        assert int(encoder.encode_([x], [state], [state], UPDATE, step=1, sequence=1)) == 0
+        encoder.rollback_([x], [state], UPDATE, step=1)
+        torch.testing.assert_close(state, before, rtol=2.0**-20, atol=2.0**-20)

@@ -652,10 +652,12 @@ __device__ u32 encode_blocks(const Job& job, const Tensor& t, const Operand& at,
         bool fits = accumulate(block, first, here), finite = true;
         by_team(block, first, here, [&](u32 chunk) { finite = send_chunk(block, section, chunk); });
         finite = !__syncthreads_or(!finite);
+        for (u32 g = block.thread; g < here; g += block.threads) {
+            job.refused[t.first_chunk + first + g] = !fits || !finite;
+        }
         if (!fits || !finite) {
             u64 problem = problem_at(fits ? STATE_PROBLEM : NONFINITE_PROBLEM, t.number);
             if (block.thread == 0u) atomicMin(&job.tally->problem, problem);
-            for (u32 g = block.thread; g < here; g += block.threads) job.refused[t.first_chunk + first + g] = 1u;
         } else if (at.next_state) {
             by_coefficient(block, here, [&](u32 g, u32 k, float& cell) {
                 at.next_state[(i64)(first + g) * block.length + k] = cell;
@@ -674,13 +676,10 @@ __device__ void roll_back_blocks(const Job& job, const Tensor& t, const Operand&
     Block block = make_block(job, t, at, begin);
     const Section section = job.sections ? job.sections[t.number] : t.section;
     by_group(block, begin, [&](u32 first, u32 here) {
-        bool refused = job.refused[t.first_chunk + first];
-        __syncthreads();
-        if (refused) {
-            for (u32 g = block.thread; g < here; g += block.threads) job.refused[t.first_chunk + first + g] = 0u;
-            return;
-        }
+        // Groups of chunks may be others than when they were encoded.
+        const u8* refused = job.refused + t.first_chunk + first;
         by_team(block, first, here, [&](u32 chunk) {
+            if (refused[block.lane]) return;
             for (u32 i = block.rank; i < block.length; i += block.size) block.cell(i) = 0.0f;
             if (section.code == NO_INDEX) select(block, section, chunk);
             block.sync();
@@ -692,11 +691,13 @@ __device__ void roll_back_blocks(const Job& job, const Tensor& t, const Operand&
             });
         });
         by_coefficient(block, here, [&](u32 g, u32 k, float& cell) {
+            if (refused[g]) return;
             float* state = at.next_state + (i64)(first + g) * block.length + k;
             *state = job.decay * (*state + cell * job.stays);
         });
         __syncthreads();
         by_scaled(block, first, here, [&](u32 g, u32 k, float&, float value) {
+            if (refused[g]) return;
             float* state = at.next_state + (i64)(first + g) * block.length + k;
             *state = *state + value;
         });

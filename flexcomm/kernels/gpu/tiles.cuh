@@ -417,6 +417,7 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
     u32* list = nullptr;
     float* state = at.next_state + (i64)chunk * 4096;
     GLOBAL(state);
+    if (thread == 0u) job.refused[t.first_chunk + chunk] = largest >= INFINITE;
     if (largest < INFINITE) {
         COUNT(fits);
         UNROLL for (u32 j = 0u; j < SIDE; j++) state[j * SIDE + thread] = v[OUT[j]];
@@ -439,7 +440,6 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
     } else {
         COUNT(refused);
         __syncthreads();  // the other warp may still read maxima
-        if (thread == 0u) job.refused[t.first_chunk + chunk] = 1u;
         if (warp) return 0u;
     }
     return send_tile(job, t, chunk, ends, list, state, lane);
