@@ -398,3 +398,34 @@ def test_states_apart_stay_as_they_were_beside_an_empty_one(make_kernels: MakeKe
     status = encoder.encode_(tensors, states, [torch.empty_like(one) for one in states], UPDATE, step=0, sequence=0)
     assert Status.of(int(status)) == Status(Problem.NONFINITE, tensor=1)
     require_equal_bits(states[1], before, "the state")
+
+
+@pytest.mark.parametrize("overflowing", [[1], [1, 2, 70, 4095]], ids=len)
+def test_squares_step_by_sums_that_overflow_as_the_reference_does(
+    overflowing: list[int], make_kernels: MakeKernels
+) -> None:
+    """Averages are infinite, or not a number, which has no sign."""
+    bucket = plan_single(TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 32, ValueCode.FP32))
+    state = torch.linspace(0.5, 1.0, 4096)[None]
+    state[0, overflowing] = -3e38
+    sent = encode_bucket(REFERENCE, bucket, [torch.zeros(64, 64)], ([state], [state]))
+    nwords = sent.words.numel()
+    for senders in (2, 3):
+        regions = [Region(f"sender {one}", one * nwords, nwords) for one in range(senders)]
+        for average in AVERAGES:
+            for epilogue in (Epilogue(), Epilogue("sign_step", 0.01, 0.9), Epilogue("plain_step", 0.0, 0.95)):
+                outs = [torch.ones(64, 64) for _ in range(2)]
+                for kernels, out in zip((make_kernels(), REFERENCE), outs, strict=True):
+                    decoder = kernels.decoder(bucket, sent.words.repeat(senders), regions)
+                    decoder.decode_([out], step=0, average=average, epilogue=epilogue)
+                torch.testing.assert_close(*outs, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_squares_step_backwards_as_the_reference_does(make_kernels: MakeKernels) -> None:
+    bucket = plan_single(TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 32, ValueCode.FP32))
+    sent = encode_bucket(REFERENCE, bucket, [numbers("normal", (64, 64), 1)])
+    outs = [torch.ones(64, 64) for _ in range(2)]
+    for kernels, out in zip((make_kernels(), REFERENCE), outs, strict=True):
+        decoder = kernels.decoder(bucket, sent.words, [Region("sender", 0, sent.words.numel())])
+        decoder.decode_([out], step=0, average="nodes", epilogue=Epilogue("sign_step", -0.5))
+    require_equal_bits(*outs, "what is decoded")
