@@ -345,3 +345,87 @@ def test_a_chunk_that_is_not_finite_is_not_stored(in_state: bool, make_kernels: 
     assert int(encoder.encode_([x], [state], [state], UPDATE, step=1, sequence=1)) == 0
     encoder.rollback_([x], [state], UPDATE, step=1)
     torch.testing.assert_close(state, expected, rtol=2.0**-20, atol=2.0**-20, equal_nan=True)
+
+
+def test_a_workspace_is_found_by_every_launch(make_kernels: MakeKernels) -> None:
+    """Also where the launch that counts leaves out the tensors before, whose counts do not depend on the data."""
+    first = TensorPlan(1, 640, 1, 100, False, Selection.TOP_K, 30, ValueCode.FP32)
+    large = TensorPlan(1, 13000, 1, 4500, False, Selection.THRESHOLD, 900, ValueCode.FP32, tau=0.1)
+    bucket = bucket_of([first, first, large])
+    tensors = [numbers("normal", (1, plan.cols), 1) for plan in bucket.plans]
+    got = encode_bucket(make_kernels(NEXT_TO_NONE_SHARED), bucket, tensors)
+    require_equal_bits(got.words, encode_bucket(REFERENCE, bucket, tensors).words, "buffer")
+
+
+def test_chunks_go_back_one_by_one(make_kernels: MakeKernels) -> None:
+    """Blocks that put them back hold more short chunks than those that encode beside chunks in registers."""
+    short = TensorPlan(1, 100 * 64, 1, 64, True, Selection.TOP_K, 8, ValueCode.BF16)
+    bucket = bucket_of([TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16), short])
+    tensors = [numbers("normal", (plan.rows, plan.cols), 1) for plan in bucket.plans]
+    states = [numbers("normal", plan.state_shape, 2) for plan in bucket.plans]
+    before = [state.clone() for state in states]
+    for broken in (5, 40 * 64, 6399):
+        tensors[1][0, broken], kept = torch.nan, tensors[1][0, broken].clone()
+        encoder = make_kernels().encoder(bucket, torch.empty(bucket.nwords, dtype=torch.int32))
+        status = encoder.encode_(tensors, states, states, UPDATE, step=0, sequence=0)
+        assert Status.of(int(status)) == Status(Problem.NONFINITE, tensor=1)
+        torch.testing.assert_close(states, before, rtol=2.0**-19, atol=2.0**-19)
+        tensors[1][0, broken] = kept
+
+
+def test_what_was_refused_is_known_of_the_last_call_alone(make_kernels: MakeKernels) -> None:
+    """Without states nothing is put back, so nobody has looked at what was refused."""
+    plan = TensorPlan(64, 128, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16)
+    for one in (plan, TensorPlan(1, 90, 1, 7, False, Selection.TOP_K, 2, ValueCode.BF16)):
+        bucket, x = plan_single(one), numbers("normal", (one.rows, one.cols), 1)
+        encoder = make_kernels().encoder(bucket, torch.empty(bucket.nwords, dtype=torch.int32))
+        assert int(encoder.encode_([x * torch.nan], None, None, UPDATE, step=0, sequence=0)) == Problem.NONFINITE
+        state = numbers("normal", one.state_shape, 2)
+        before = state.clone()
+        assert int(encoder.encode_([x], [state], [state], UPDATE, step=1, sequence=1)) == 0
+        encoder.rollback_([x], [state], UPDATE, step=1)
+        torch.testing.assert_close(state, before, rtol=2.0**-20, atol=2.0**-20)
+
+
+def test_states_apart_stay_as_they_were_beside_an_empty_one(make_kernels: MakeKernels) -> None:
+    empty = TensorPlan(1, 0, 1, 16, False, Selection.TOP_K, 3, ValueCode.BF16)
+    bucket = bucket_of([empty, TensorPlan(128, 64, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16)])
+    tensors = [torch.zeros(1, 0), numbers("normal", (128, 64), 1)]
+    tensors[1][0, 0] = torch.nan
+    states = [torch.zeros(0, 16), numbers("normal", (2, 4096), 2)]
+    before = states[1].clone()
+    encoder = make_kernels().encoder(bucket, torch.empty(bucket.nwords, dtype=torch.int32))
+    status = encoder.encode_(tensors, states, [torch.empty_like(one) for one in states], UPDATE, step=0, sequence=0)
+    assert Status.of(int(status)) == Status(Problem.NONFINITE, tensor=1)
+    require_equal_bits(states[1], before, "the state")
+
+
+@pytest.mark.parametrize("overflowing", [[1], [1, 2, 70, 4095]], ids=len)
+def test_squares_step_by_sums_that_overflow_as_the_reference_does(
+    overflowing: list[int], make_kernels: MakeKernels
+) -> None:
+    """Averages are infinite, or not a number, which has no sign."""
+    bucket = plan_single(TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 32, ValueCode.FP32))
+    state = torch.linspace(0.5, 1.0, 4096)[None]
+    state[0, overflowing] = -3e38
+    sent = encode_bucket(REFERENCE, bucket, [torch.zeros(64, 64)], ([state], [state]))
+    nwords = sent.words.numel()
+    for senders in (2, 3):
+        regions = [Region(f"sender {one}", one * nwords, nwords) for one in range(senders)]
+        for average in AVERAGES:
+            for epilogue in (Epilogue(), Epilogue("sign_step", 0.01, 0.9), Epilogue("plain_step", 0.0, 0.95)):
+                outs = [torch.ones(64, 64) for _ in range(2)]
+                for kernels, out in zip((make_kernels(), REFERENCE), outs, strict=True):
+                    decoder = kernels.decoder(bucket, sent.words.repeat(senders), regions)
+                    decoder.decode_([out], step=0, average=average, epilogue=epilogue)
+                torch.testing.assert_close(*outs, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_squares_step_backwards_as_the_reference_does(make_kernels: MakeKernels) -> None:
+    bucket = plan_single(TensorPlan(64, 64, 64, 64, True, Selection.TOP_K, 32, ValueCode.FP32))
+    sent = encode_bucket(REFERENCE, bucket, [numbers("normal", (64, 64), 1)])
+    outs = [torch.ones(64, 64) for _ in range(2)]
+    for kernels, out in zip((make_kernels(), REFERENCE), outs, strict=True):
+        decoder = kernels.decoder(bucket, sent.words, [Region("sender", 0, sent.words.numel())])
+        decoder.decode_([out], step=0, average="nodes", epilogue=Epilogue("sign_step", -0.5))
+    require_equal_bits(*outs, "what is decoded")

@@ -73,9 +73,9 @@ struct Block {
     }
 };
 
-__device__ Block make_block(const Job& job, const Tensor& t, const Operand& at) {
-    // The counters come first: a workspace holds areas only.
-    u32* areas = t.workspace ? t.workspace + (i64)blockIdx.x * t.block_words : shared_words + 4u + 2u * blockDim.x;
+__device__ Block make_block(const Job& job, const Tensor& t, const Operand& at, u32 begin) {
+    // The counters come first: a workspace holds areas only, those of a tensor's first block, and so on.
+    u32* areas = t.workspace ? t.workspace + (i64)(begin / t.unit) * t.block_words : shared_words + 4u + 2u * blockDim.x;
     bool alone = t.group > 1u;
     Block block = {job,
                    t,
@@ -642,7 +642,7 @@ __device__ void by_unit_word(const Block& block, const Section& section, u32 uni
 // Encode the chunks of a block; return this thread's part of the checksum. Payloads whose length depends on the data
 // are zero before, and added up afterwards.
 __device__ u32 encode_blocks(const Job& job, const Tensor& t, const Operand& at, u32 begin) {
-    Block block = make_block(job, t, at);
+    Block block = make_block(job, t, at, begin);
     const Section section = job.sections ? job.sections[t.number] : t.section;
     u32* words = job.words;
     u32 sum = 0u;
@@ -652,10 +652,12 @@ __device__ u32 encode_blocks(const Job& job, const Tensor& t, const Operand& at,
         bool fits = accumulate(block, first, here), finite = true;
         by_team(block, first, here, [&](u32 chunk) { finite = send_chunk(block, section, chunk); });
         finite = !__syncthreads_or(!finite);
+        for (u32 g = block.thread; g < here; g += block.threads) {
+            job.refused[t.first_chunk + first + g] = !fits || !finite;
+        }
         if (!fits || !finite) {
             u64 problem = problem_at(fits ? STATE_PROBLEM : NONFINITE_PROBLEM, t.number);
             if (block.thread == 0u) atomicMin(&job.tally->problem, problem);
-            for (u32 g = block.thread; g < here; g += block.threads) job.refused[t.first_chunk + first + g] = 1u;
         } else if (at.next_state) {
             by_coefficient(block, here, [&](u32 g, u32 k, float& cell) {
                 at.next_state[(i64)(first + g) * block.length + k] = cell;
@@ -671,16 +673,13 @@ __device__ u32 encode_blocks(const Job& job, const Tensor& t, const Operand& at,
 // Put back what the chunks of a block sent, and take out what they accumulated, unless they were refused:
 // m = (m' + alpha * sent - gain * x) / decay. `stays` is alpha, and `decay` one over the decay.
 __device__ void roll_back_blocks(const Job& job, const Tensor& t, const Operand& at, u32 begin) {
-    Block block = make_block(job, t, at);
+    Block block = make_block(job, t, at, begin);
     const Section section = job.sections ? job.sections[t.number] : t.section;
     by_group(block, begin, [&](u32 first, u32 here) {
-        bool refused = job.refused[t.first_chunk + first];
-        __syncthreads();
-        if (refused) {
-            for (u32 g = block.thread; g < here; g += block.threads) job.refused[t.first_chunk + first + g] = 0u;
-            return;
-        }
+        // Groups of chunks may be others than when they were encoded.
+        const u8* refused = job.refused + t.first_chunk + first;
         by_team(block, first, here, [&](u32 chunk) {
+            if (refused[block.lane]) return;
             for (u32 i = block.rank; i < block.length; i += block.size) block.cell(i) = 0.0f;
             if (section.code == NO_INDEX) select(block, section, chunk);
             block.sync();
@@ -692,11 +691,13 @@ __device__ void roll_back_blocks(const Job& job, const Tensor& t, const Operand&
             });
         });
         by_coefficient(block, here, [&](u32 g, u32 k, float& cell) {
+            if (refused[g]) return;
             float* state = at.next_state + (i64)(first + g) * block.length + k;
             *state = job.decay * (*state + cell * job.stays);
         });
         __syncthreads();
         by_scaled(block, first, here, [&](u32 g, u32 k, float&, float value) {
+            if (refused[g]) return;
             float* state = at.next_state + (i64)(first + g) * block.length + k;
             *state = *state + value;
         });
@@ -735,7 +736,7 @@ __device__ void add_payloads(Block& block, u32 chunk) {
 
 template <int EPILOGUE>
 __device__ void decode_blocks(const Job& job, const Tensor& t, const Operand& at, u32 begin) {
-    Block block = make_block(job, t, at);
+    Block block = make_block(job, t, at, begin);
     by_group(block, begin, [&](u32 first, u32 here) {
         by_team(block, first, here, [&](u32 chunk) { add_payloads(block, chunk); });
         restore_chunks<EPILOGUE>(block, first, here);

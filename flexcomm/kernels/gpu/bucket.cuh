@@ -89,7 +89,7 @@ struct Job {
     u32* words;
     u64* status;
     Tally* tally;  // one for each sender
-    u8* refused;   // by chunk: its state was not updated
+    u8* refused;   // by chunk: the last encode did not update its state
     u32* totals;   // where the data says how many: entries, words, the threshold of each tensor, whether it was raised
     u32* counts;   // of chunks: how many reach the threshold, and then, how many are above its bin
     u32* bins;

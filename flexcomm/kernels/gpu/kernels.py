@@ -190,7 +190,9 @@ class GpuEncoder(_BucketKernel):
     def encode_(
         self, tensors: Tensors, states: States, states_out: States, update: StateUpdate, *, step: int, sequence: int
     ) -> DeviceStatus:
-        in_place = bool(states and states_out) and states[0].data_ptr() == states_out[0].data_ptr()  # type: ignore[index]
+        pairs = zip(states or (), states_out or (), strict=False)
+        # Empty states, of tensors without chunks, all have one address.
+        in_place = any(state.numel() > 0 and state.data_ptr() == out.data_ptr() for state, out in pairs)
         inputs = [x.detach().contiguous() for x in tensors]
         kept = states_out or self._scratch_states()
         factors = [plan.scale(update.gain) for plan in self._plan.plans]

@@ -130,7 +130,7 @@ class BucketTables:
                 self.shared_nbytes = max(self.shared_nbytes, TILE_NBYTES)
                 firsts_of_blocks = np.arange(0, plan.chunks, whole)
             else:
-                firsts_of_blocks = self._plan_blocks(record, plan, whole, blocks, usual, shared_nbytes, device)
+                firsts_of_blocks = self._plan_blocks(record, plan, whole, usual, shared_nbytes, device)
             places.append(_places(number, plan, firsts_of_blocks))
             blocks += len(firsts_of_blocks)
         if not plans:
@@ -144,7 +144,7 @@ class BucketTables:
         self.tensors = upload(records, device)
 
     def _plan_blocks(
-        self, record: Any, plan: TensorPlan, whole: int, blocks: int, usual: int, most: int, device: torch.device
+        self, record: Any, plan: TensorPlan, whole: int, usual: int, most: int, device: torch.device
     ) -> NDArray[np.int64]:
         """Share out the chunks of a tensor; return the first chunk of each block."""
         # Of short chunks of one row, a block works on many side by side: alone, such a chunk would leave most threads
@@ -165,8 +165,7 @@ class BucketTables:
         grid = min(-(-plan.chunks // unit), _WORKSPACE_BLOCKS, max(1, _WORKSPACE_WORDS // words))
         workspace = torch.empty(grid * words, dtype=torch.int32, device=device)
         self._held.append(workspace)
-        # Kernels add the number of the block in the whole launch.
-        record["workspace"] = workspace.data_ptr() - blocks * words * WORD_NBYTES
+        record["workspace"] = workspace.data_ptr()
         record["stride"] = grid * unit
         return np.arange(grid) * unit
 

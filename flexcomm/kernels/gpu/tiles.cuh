@@ -417,6 +417,7 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
     u32* list = nullptr;
     float* state = at.next_state + (i64)chunk * 4096;
     GLOBAL(state);
+    if (thread == 0u) job.refused[t.first_chunk + chunk] = largest >= INFINITE;
     if (largest < INFINITE) {
         COUNT(fits);
         UNROLL for (u32 j = 0u; j < SIDE; j++) state[j * SIDE + thread] = v[OUT[j]];
@@ -439,7 +440,6 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
     } else {
         COUNT(refused);
         __syncthreads();  // the other warp may still read maxima
-        if (thread == 0u) job.refused[t.first_chunk + chunk] = 1u;
         if (warp) return 0u;
     }
     return send_tile(job, t, chunk, ends, list, state, lane);
@@ -488,20 +488,21 @@ __device__ void visit_tile(const Tensor& t, const u32* words, i64 bit, u32 lane,
     }
 }
 
-// Divide as IEEE has it, by what is not a power of two: exact for all but tiny numbers, which `is_tiny` says there are.
-__device__ float divided(float sum, float divisor, float reciprocal, bool is_tiny) {
-    if (is_tiny) return sum / divisor;
+// Divide as IEEE has it, by what is not a power of two: exact for all but tiny and infinite numbers, which `is_extreme`
+// says there are.
+__device__ float divided(float sum, float divisor, float reciprocal, bool is_extreme) {
+    if (is_extreme) return sum / divisor;
     float quotient = sum * reciprocal;
     return fmaf(fmaf(-quotient, divisor, sum), reciprocal, quotient);
 }
 
-// Add what all senders sent of a chunk, in their order, to the tile; leave behind it whether a sum is tiny.
+// Add what all senders sent of a chunk, in their order, to the tile; leave behind it whether a sum is tiny or infinite.
 __device__ void add_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane) {
     float* tile = tile_floats();
-    const float TINY = __uint_as_float(32u << 23);
+    const u32 TINY = 32u << 23;
     i64 index_bit = 32 * t.section.indices + (i64)chunk * (t.k * t.section.entry_bits + t.section.chunk_bits);
     i64 value_bit = 32 * t.section.values + (i64)chunk * (t.k * t.value_bits + t.section.value_padding);
-    bool is_tiny = false;
+    bool is_extreme = false;
     for (u32 sender = 0u; sender < job.senders; sender++) {
         COUNT(sender);
         const u32* words = job.words + job.starts[2u * sender];
@@ -511,12 +512,13 @@ __device__ void add_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane
             u32 code = get(words, value_bit + entry * t.value_bits, t.value_bits);
             float sum = tile[index & 4095u] + dequantise(t.values, code, scales);
             tile[index & 4095u] = sum;
-            is_tiny = is_tiny || (sum != 0.0f && fabsf(sum) < TINY);
+            // Tiny ones wrap around.
+            is_extreme = is_extreme || (sum != 0.0f && magnitude_of(sum) - TINY >= INFINITE - TINY);
         });
         __syncwarp();
     }
-    is_tiny = __any_sync(ALL, is_tiny);
-    if (lane == 0u) shared_words[4096] = is_tiny;
+    is_extreme = __any_sync(ALL, is_extreme);
+    if (lane == 0u) shared_words[4096] = is_extreme;
 }
 
 // Count in the tile how many senders sent each coefficient of a chunk.
@@ -560,10 +562,10 @@ __device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u
         UNROLL for (u32 j = 0u; j < SIDE; j++) v[OUT[j]] = tile[j * SIDE + thread] * job.reciprocal;
     } else if (job.divisor) {
         COUNT(divide);
-        bool is_tiny = shared_words[4096] != 0u;
+        bool is_extreme = shared_words[4096] != 0u;
         float divisor = (float)job.divisor;
         UNROLL for (u32 j = 0u; j < SIDE; j++) {
-            v[OUT[j]] = divided(tile[j * SIDE + thread], divisor, job.reciprocal, is_tiny);
+            v[OUT[j]] = divided(tile[j * SIDE + thread], divisor, job.reciprocal, is_extreme);
         }
     } else {
         COUNT(divide_by_counts);
@@ -580,8 +582,8 @@ __device__ float stepped(const Job& job, float before, float average) {
     if (EPILOGUE == STORE) return average;
     float lr = (float)job.lr, kept = before * (float)job.keep;
     if (EPILOGUE == PLAIN_STEP) return kept - average;
-    float step = __uint_as_float((__float_as_uint(average) & 0x80000000u) | __float_as_uint(lr));
-    return average != 0.0f ? kept - step : kept;
+    float step = __uint_as_float((__float_as_uint(average) & 0x80000000u) ^ __float_as_uint(lr));
+    return fabsf(average) > 0.0f ? kept - step : kept;  // NaN has no sign
 }
 
 // Four or eight elements of a row.

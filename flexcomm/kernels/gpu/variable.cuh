@@ -14,7 +14,7 @@ __device__ void count_block(const Job& job) {
     u32 low = job.is_recount ? job.totals[1u + t.variable] : t.tau_bits;
     if (job.is_recount && !job.totals[1u + job.variables + t.variable]) return;
     u32 *counts = job.counts + t.first_counted, *bins = job.bins + (i64)(t.variable - 1u) * BINS;
-    Block block = make_block(job, t, at);
+    Block block = make_block(job, t, at, place.chunk);
     by_group(block, place.chunk, [&](u32 first, u32 here) {
         accumulate(block, first, here);
         by_team(block, first, here, [&](u32 chunk) {
