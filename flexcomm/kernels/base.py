@@ -95,6 +95,12 @@ class StateUpdate(NamedTuple):
     alpha: float = 1.0
 
 
+def are_in_place(states: States, states_out: States) -> bool:
+    """Return whether states are updated where they are; empty ones, of tensors without chunks, all have one address."""
+    pairs = zip(states or (), states_out or (), strict=False)
+    return any(state.numel() > 0 and state.data_ptr() == out.data_ptr() for state, out in pairs)
+
+
 EpilogueKind = Literal["store", "sign_step", "plain_step"]
 
 

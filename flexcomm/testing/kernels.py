@@ -333,6 +333,22 @@ def a_problem_leaves_states_in_place_as_they_were(kernels: Kernels, device: str)
                 require(kernels, bool(close.all()), f"NaN in tensor {broken} leaves the states of others alone")
 
 
+def a_problem_leaves_states_apart_from_their_successors_alone(kernels: Kernels, device: str) -> None:
+    """Also behind a tensor without elements, whose states have no memory to tell them apart."""
+    plans = (
+        TensorPlan(1, 0, 1, 16, False, Selection.EVERYTHING, 16, ValueCode.FP32),
+        TensorPlan(1, 90, 1, 30, False, Selection.TOP_K, 3, ValueCode.BF16),
+    )
+    specs = tuple(TensorSpec(f"t{i}", (plan.cols,), torch.float32) for i, plan in enumerate(plans))
+    tensors = [torch.ones(plan.cols, device=device) for plan in plans]
+    tensors[1][80] = torch.nan
+    states = [numbers("normal", plan.state_shape, 1).to(device) for plan in plans]
+    after = [torch.zeros_like(state) for state in states]
+    found = encode_bucket(kernels, assemble_buffer(specs, plans), tensors, (states, after)).status
+    require_status(kernels, found, Status(Problem.NONFINITE, tensor=1), "NaN behind an empty tensor")
+    require_equal(kernels, states[1], numbers("normal", plans[1].state_shape, 1), "a state apart is left alone")
+
+
 def a_buffer_is_decoded_as_another_plan(kernels: Kernels, device: str) -> None:
     """Coefficients that travel as they are can be transformed back by the receiver."""
     flat = TensorPlan(1, 256, 1, 64, False, Selection.TOP_K, 9, ValueCode.FP32)
@@ -406,6 +422,7 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     outputs_step_as_the_epilogue_says,
     rollback_restores_states_that_were_updated_in_place,
     a_problem_leaves_states_in_place_as_they_were,
+    a_problem_leaves_states_apart_from_their_successors_alone,
     a_buffer_is_decoded_as_another_plan,
     mixing_gives_the_references_bits,
     mixing_keeps_what_is_not_finite,

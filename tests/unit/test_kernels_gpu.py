@@ -387,19 +387,6 @@ def test_what_was_refused_is_known_of_the_last_call_alone(make_kernels: MakeKern
         torch.testing.assert_close(state, before, rtol=2.0**-20, atol=2.0**-20)
 
 
-def test_states_apart_stay_as_they_were_beside_an_empty_one(make_kernels: MakeKernels) -> None:
-    empty = TensorPlan(1, 0, 1, 16, False, Selection.TOP_K, 3, ValueCode.BF16)
-    bucket = bucket_of([empty, TensorPlan(128, 64, 64, 64, True, Selection.TOP_K, 32, ValueCode.BF16)])
-    tensors = [torch.zeros(1, 0), numbers("normal", (128, 64), 1)]
-    tensors[1][0, 0] = torch.nan
-    states = [torch.zeros(0, 16), numbers("normal", (2, 4096), 2)]
-    before = states[1].clone()
-    encoder = make_kernels().encoder(bucket, torch.empty(bucket.nwords, dtype=torch.int32))
-    status = encoder.encode_(tensors, states, [torch.empty_like(one) for one in states], UPDATE, step=0, sequence=0)
-    assert Status.of(int(status)) == Status(Problem.NONFINITE, tensor=1)
-    require_equal_bits(states[1], before, "the state")
-
-
 @pytest.mark.parametrize("overflowing", [[1], [1, 2, 70, 4095]], ids=len)
 def test_squares_step_by_sums_that_overflow_as_the_reference_does(
     overflowing: list[int], make_kernels: MakeKernels

@@ -27,6 +27,7 @@ from flexcomm.kernels.base import (
     StateUpdate,
     Status,
     apply_epilogue_,
+    are_in_place,
 )
 from flexcomm.kernels.cpu import checks, indices, selection, transform
 from flexcomm.kernels.cpu import tables as t
@@ -127,7 +128,7 @@ class CpuEncoder:
         sequence: int,
     ) -> int:
         plan = self._plan
-        in_place = bool(states and states_out) and states[0].data_ptr() == states_out[0].data_ptr()  # type: ignore[index]
+        in_place = are_in_place(states, states_out)
         # Before anything is written: what was forgotten cannot be restored. And what is finite as a float64 may not be
         # so as a float32.
         is_checked = (in_place and update.decay == 0.0) or torch.float64 in [x.dtype for x in tensors]

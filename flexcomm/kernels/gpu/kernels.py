@@ -22,6 +22,7 @@ from flexcomm.kernels.base import (
     States,
     StateUpdate,
     Tensors,
+    are_in_place,
 )
 from flexcomm.kernels.gpu.launcher import CupyLauncher
 from flexcomm.kernels.gpu.tables import (
@@ -190,9 +191,7 @@ class GpuEncoder(_BucketKernel):
     def encode_(
         self, tensors: Tensors, states: States, states_out: States, update: StateUpdate, *, step: int, sequence: int
     ) -> DeviceStatus:
-        pairs = zip(states or (), states_out or (), strict=False)
-        # Empty states, of tensors without chunks, all have one address.
-        in_place = any(state.numel() > 0 and state.data_ptr() == out.data_ptr() for state, out in pairs)
+        in_place = are_in_place(states, states_out)
         inputs = [x.detach().contiguous() for x in tensors]
         kept = states_out or self._scratch_states()
         factors = [plan.scale(update.gain) for plan in self._plan.plans]
