@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from flexcomm.compress import Compressor
     from flexcomm.kernels import BufferPlan
-    from flexcomm.kernels.per_tensor import Payload
+    from flexcomm.kernels.reference.buckets import Payload
 
 DEFAULT_CASES, FEWEST_CASES = 8_400, 8_000
 CASES = int(os.environ.get("FLEXCOMM_MUTATIONS", DEFAULT_CASES))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from flexcomm.kernels.base import Problem
-from flexcomm.kernels.layout import IndexCode, Layout, checksum_of
-from flexcomm.kernels.per_tensor import Payload, PerTensorKernels, TensorState
+from flexcomm.kernels.layout import BufferPlan, IndexCode, Layout, Region
 from flexcomm.kernels.plan import (
     BIN_SHIFT,
     BINS,
@@ -20,6 +19,7 @@ from flexcomm.kernels.plan import (
     check_implemented,
     choose_threshold,
 )
+from flexcomm.kernels.reference.buckets import Payload, TensorLoopDecoder, TensorLoopEncoder, TensorState
 from flexcomm.kernels.reference.codes import (
     CODES,
     GOLDEN,
@@ -41,12 +41,26 @@ from flexcomm.kernels.reference.transform import accumulate, restore, rounded
 _SCALE_INFINITY = 0x7F80
 
 
-class ReferenceKernels(PerTensorKernels):
-    """Torch operations, for any device."""
+class ReferenceKernels:
+    """Torch operations, for any device, on one tensor after the other."""
 
     name = "reference"
 
+    def encoder(self, plan: BufferPlan, words: Tensor) -> TensorLoopEncoder:
+        return TensorLoopEncoder(self, plan, words)
+
+    def decoder(
+        self,
+        plan: BufferPlan,
+        words: Tensor,
+        regions: Sequence[Region],
+        decoded_as: BufferPlan | None = None,
+        summed: int = 1,
+    ) -> TensorLoopDecoder:
+        return TensorLoopDecoder(self, plan, words, regions, decoded_as or plan, summed)
+
     def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
+        """Return what ``plan``, a variable one, will send of ``x``."""
         magnitudes = magnitude_bits(accumulate(x, plan, state.state, state.update))
         return choose_threshold(
             plan,
@@ -57,6 +71,7 @@ class ReferenceKernels(PerTensorKernels):
     def encode_tensor_(
         self, x: Tensor, words: Tensor, payload: Payload, plan: TensorPlan, sample_key: SampleKey, state: TensorState
     ) -> bool:
+        """Fill ``words`` with a payload and move what it holds out of the state; False if that is not finite."""
         check_implemented("reference", plan, SELECTIONS, CODES)
         coefficients = accumulate(x, plan, state.state, state.update)
         if plan.sends_indices:
@@ -82,6 +97,7 @@ class ReferenceKernels(PerTensorKernels):
         return bool(picked.isfinite().all())
 
     def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
+        """Return the counts (int64) at the start of a variable payload; None if one exceeds a chunk."""
         width = plan.chunk_numel.bit_length()
         nwords = -(-plan.chunks * width // 32)
         positions = width * torch.arange(plan.chunks, device=words.device)
@@ -89,6 +105,7 @@ class ReferenceKernels(PerTensorKernels):
         return None if bool((counts > plan.chunk_numel).any()) else counts
 
     def find_problem(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Problem:
+        """Return what is wrong with a payload; of several problems, the first of the enumeration."""
         chosen, codes, scales = _unpack(words, payload, plan)
         if chosen is None and payload.layout.code is not IndexCode.NONE:
             return Problem.INDEX
@@ -102,6 +119,10 @@ class ReferenceKernels(PerTensorKernels):
     def decode_tensor_(
         self, words: Tensor, payloads: list[Payload], plan: TensorPlan, key: SampleKey, divisor: int, out: Tensor
     ) -> None:
+        """Fill ``out`` with the average of sound payloads, added in the order given and transformed back once.
+
+        The sum is divided by ``divisor``; if that is 0, by the number of payloads that hold the coefficient.
+        """
         check_implemented("reference", plan, SELECTIONS, CODES)
         total = torch.zeros(plan.state_shape, device=out.device)
         given = torch.zeros(plan.state_shape, device=out.device)
@@ -113,9 +134,6 @@ class ReferenceKernels(PerTensorKernels):
             given[chosen] += 1.0
         mean = divided(total, float(divisor)) if divisor else total / given.clamp(min=1.0)
         out.copy_(restore(mean, plan).reshape(out.shape).to(out.dtype))
-
-    def checksum(self, words: Tensor) -> int:
-        return checksum_of(words.cpu().numpy())
 
     def mix_(
         self, x: Tensor, self_weight: float, others: Sequence[Tensor], weights: Sequence[float], out: Tensor

@@ -1,10 +1,9 @@
-"""Kernel sets that work tensor by tensor: loops, on the host, from their verbs to the calls on whole buckets."""
+"""Loops, on the host, over the tensors of a bucket: from the reference's verbs to the calls of a kernel set."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +32,13 @@ from flexcomm.kernels.layout import (
     Layout,
     Region,
     aligned,
+    checksum_of,
     plan_layout,
 )
-from flexcomm.kernels.plan import NO_SAMPLE_KEY, SampleKey, TensorPlan, ThresholdCounts, ValueCode
+from flexcomm.kernels.plan import NO_SAMPLE_KEY, ValueCode
+
+if TYPE_CHECKING:
+    from flexcomm.kernels.reference.kernels import ReferenceKernels
 
 
 class TensorState(NamedTuple):
@@ -59,58 +62,10 @@ class Payload(NamedTuple):
     tau_bits: int = 0
 
 
-class PerTensorKernels(ABC):
-    """A kernel set by verbs that work on one tensor."""
-
-    @abstractmethod
-    def find_threshold(self, x: Tensor, plan: TensorPlan, state: TensorState) -> ThresholdCounts:
-        """Return what ``plan``, a variable one, will send of ``x``, by ``choose_threshold``."""
-
-    @abstractmethod
-    def encode_tensor_(
-        self, x: Tensor, words: Tensor, payload: Payload, plan: TensorPlan, sample_key: SampleKey, state: TensorState
-    ) -> bool:
-        """Fill ``words`` with a payload and move what it holds out of the state; False if that is not finite."""
-
-    @abstractmethod
-    def read_counts(self, words: Tensor, plan: TensorPlan, start: int) -> Tensor | None:
-        """Return the counts (int64) at the start of a variable payload; None if one exceeds a chunk."""
-
-    @abstractmethod
-    def find_problem(self, words: Tensor, payload: Payload, plan: TensorPlan) -> Problem:
-        """Return what is wrong with a payload; of several problems, the first of the enumeration."""
-
-    @abstractmethod
-    def decode_tensor_(
-        self, words: Tensor, payloads: list[Payload], plan: TensorPlan, key: SampleKey, divisor: int, out: Tensor
-    ) -> None:
-        """Fill ``out`` with the average of sound payloads, added in the order given and transformed back once.
-
-        The sum is divided by ``divisor``; if that is 0, by the number of payloads that hold the coefficient.
-        """
-
-    @abstractmethod
-    def checksum(self, words: Tensor) -> int:
-        """Return the sum that :func:`flexcomm.kernels.layout.checksum_of` returns."""
-
-    def encoder(self, plan: BufferPlan, words: Tensor) -> TensorLoopEncoder:
-        return TensorLoopEncoder(self, plan, words)
-
-    def decoder(
-        self,
-        plan: BufferPlan,
-        words: Tensor,
-        regions: Sequence[Region],
-        decoded_as: BufferPlan | None = None,
-        summed: int = 1,
-    ) -> TensorLoopDecoder:
-        return TensorLoopDecoder(self, plan, words, regions, decoded_as or plan, summed)
-
-
 class TensorLoopEncoder:
     """A :class:`flexcomm.kernels.base.BucketEncoder` that goes from tensor to tensor."""
 
-    def __init__(self, kernels: PerTensorKernels, plan: BufferPlan, words: Tensor) -> None:
+    def __init__(self, kernels: ReferenceKernels, plan: BufferPlan, words: Tensor) -> None:
         self._kernels, self._plan, self._words = kernels, plan, words
 
     def encode_(
@@ -178,7 +133,7 @@ class TensorLoopEncoder:
         self._words[position:end] = 0
         octets = header.pack((end - HEADER_NWORDS) * WORD_NBYTES)
         self._words[:HEADER_NWORDS] = torch.from_numpy(np.frombuffer(octets, np.int32).copy())
-        checksum = self._kernels.checksum(self._words[:end])
+        checksum = checksum_of(self._words[:end].cpu().numpy())
         self._words[CHECKSUM_WORD] = checksum - (checksum >> 31 << 32)
 
 
@@ -192,7 +147,7 @@ class TensorLoopDecoder:
 
     def __init__(
         self,
-        kernels: PerTensorKernels,
+        kernels: ReferenceKernels,
         plan: BufferPlan,
         words: Tensor,
         regions: Sequence[Region],
@@ -214,7 +169,7 @@ class TensorLoopDecoder:
             octets = words[:HEADER_NWORDS].cpu().numpy().tobytes()
             headers.append(Header.unpack(octets))
             payload_nbytes = region.nwords * WORD_NBYTES - HEADER_NBYTES
-            if octets != expected.matching(headers[sender]).pack(payload_nbytes, self._kernels.checksum(words)):
+            if octets != expected.matching(headers[sender]).pack(payload_nbytes, checksum_of(words.cpu().numpy())):
                 return Status(Problem.HEADER, sender).word
         for sender, header in enumerate(headers):
             if header.flags == NONFINITE:
