@@ -1,4 +1,4 @@
-"""The stand-in reports what would go wrong on a device, and nothing else, of programs that are right or wrong by a line.
+"""The stand-in reports what would go wrong on a device, and nothing else: programs wrong by a line, and right ones.
 
 Each runs on ranks of its own, which return what was reported.
 """
