@@ -17,6 +17,7 @@ from tests.ranks.laws import LAW_LIMIT_S, keep
 from tests.stand_in import collectives, device
 from tests.stand_in.build import build_device, build_kernels
 from tests.stand_in.collective_order import find_disorder
+from tests.stand_in.placement import MadeByLaws
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +35,7 @@ class Prepare:
     devices: int | None = None
 
     def __call__(self) -> Any:
-        return device.install(
-            self.device_library, self.kernel_library, self.devices or int(os.environ["LOCAL_WORLD_SIZE"])
-        )
+        return device.install(self.device_library, self.kernel_library, self.devices or int(os.environ["WORLD_SIZE"]))
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,8 @@ class Checked:
         native.take_reports()
         collectives.LOG.clear()
         assert world.device.type == device.NAME, "this rank has a device"
-        self.law(world)
+        with MadeByLaws(world.device):
+            self.law(world)
         native.synchronize()
         found = native.take_reports()
         found += find_disorder(gather_logs(world))
