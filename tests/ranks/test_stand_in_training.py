@@ -12,6 +12,7 @@ from tests.ranks.laws import cases
 from tests.ranks.shapes import Shape
 from tests.slow import slow_but
 from tests.stand_in.laws import keep_on_stand_in
+from tests.stand_in.placement import Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,4 +35,4 @@ def test_devices_train_as_hosts_do(shape: Shape, name: str) -> None:
 
 @pytest.mark.parametrize(("shape", "law"), cases(SHAPES, hook_laws_in, lambda _: []))
 def test_hooks_keep_the_law(shape: Shape, law: str) -> None:
-    keep_on_stand_in(hook_laws_in(shape)[law], shape)
+    keep_on_stand_in(Placed(hook_laws_in(shape)[law]), shape)

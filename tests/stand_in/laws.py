@@ -17,7 +17,6 @@ from tests.ranks.laws import LAW_LIMIT_S, keep
 from tests.stand_in import collectives, device
 from tests.stand_in.build import build_device, build_kernels
 from tests.stand_in.collective_order import find_disorder
-from tests.stand_in.placement import MadeByLaws
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +52,7 @@ class Checked:
         native.take_reports()
         collectives.LOG.clear()
         assert world.device.type == device.NAME, "this rank has a device"
-        with MadeByLaws(world.device):
-            self.law(world)
+        self.law(world)
         native.synchronize()
         found = native.take_reports()
         found += find_disorder(gather_logs(world))
