@@ -186,6 +186,12 @@ def record_event(device: torch.device) -> torch.Event | None:
     return torch.accelerator.current_stream(device).record_event() if KINDS[device.type].has_streams else None
 
 
+def record_stream(x: Tensor) -> None:
+    """Once it is freed, keep the memory of ``x`` from being used anew before the current stream has come to there."""
+    if KINDS[x.device.type].has_streams:
+        x.record_stream(torch.accelerator.current_stream(x.device))
+
+
 def order_current_stream(device: torch.device, after: torch.Event | None) -> None:
     """Let the device's current stream wait for an event."""
     if after is not None:

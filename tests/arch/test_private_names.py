@@ -29,6 +29,7 @@ PRIVATE_NAMES = {
     },
     "tests/ranks/preload.py": {"_dynamo"},
     "tests/stand_in/device.py": {"_is_in_bad_fork", "_register_device_module"},
+    "tests/stand_in/placement.py": {"_device"},
     "tests/unit/test_kernel_cache.py": {"_cache"},  # numba's
 }  # fmt: skip
 NAMED_TUPLE = {"_replace", "_make", "_asdict", "_fields"}

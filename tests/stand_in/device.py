@@ -116,7 +116,7 @@ def make_module(native: Any) -> ModuleType:
         current_device=current_device,
         set_device=torch.accelerator.set_device_index,
         synchronize=lambda device=None: native.synchronize(),  # noqa: ARG005  (torch passes one)
-        manual_seed_all=torch.manual_seed,
+        manual_seed_all=lambda seed: None,  # noqa: ARG005  (it draws from the host's generator)
         _is_in_bad_fork=lambda: False,
         get_rng_state=lambda device=None: torch.get_rng_state(),  # noqa: ARG005
         set_rng_state=lambda state, device=None: torch.set_rng_state(state),  # noqa: ARG005

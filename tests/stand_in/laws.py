@@ -34,9 +34,7 @@ class Prepare:
     devices: int | None = None
 
     def __call__(self) -> Any:
-        return device.install(
-            self.device_library, self.kernel_library, self.devices or int(os.environ["LOCAL_WORLD_SIZE"])
-        )
+        return device.install(self.device_library, self.kernel_library, self.devices or int(os.environ["WORLD_SIZE"]))
 
 
 @dataclass(frozen=True)
