@@ -349,11 +349,12 @@ def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
     yield Collective("exchange", start, payload_nbytes - own_nbytes, others * own_nbytes)
     with Timed(ctx.record, "decode"):
         status = phases.own_status = phases.own_decoder.check(step=ctx.step, sequence=ctx.sequence)
-        if isinstance(status, DeviceStatus) and not ctx.nonfinite and phases.coefficients:
+        if isinstance(status, DeviceStatus):
             # Not read here: averages of what is not finite are marked as nothing to send, too.
-            phases.coefficients[0].view(-1)[:1].fill_(0.0)
-            phases.own_decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.plan.settings.average)
-            phases.coefficients[0].view(-1)[:1].masked_fill_(status.word != 0, torch.nan)
+            if phases.coefficients:
+                phases.coefficients[0].view(-1)[:1].fill_(0.0)
+                phases.own_decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.plan.settings.average)
+                phases.coefficients[0].view(-1)[:1].masked_fill_(status.word != 0, torch.nan)
         elif int(status):
             # The other nodes wait for the averages, which are marked as nothing to send.
             ctx.nonfinite = ctx.nonfinite or "what came from other nodes cannot be used"
