@@ -49,14 +49,14 @@ LOG: list[Enqueued] = []
 class Collectives:
     """The collectives of one group, each carried out when it is enqueued. Communicators are made when first needed."""
 
-    def __init__(self, options: Any, identify: Callable[[torch.device], str]) -> None:
+    def __init__(self, options: Any, identify: Callable[[int], str]) -> None:
         self._options, self._identify = options, identify
         self._rank, self._size = options.group_rank, options.group_size
-        self._communicators: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
+        self._communicators: dict[tuple[tuple[int, ...], int], dist.ProcessGroupGloo] = {}  # by ranks and own device
         self._lock = threading.Lock()
 
-    def carry_out(self, calls: list[Given], is_batch: bool) -> None:
-        """Do one verb, or a batch of several at once."""
+    def carry_out(self, calls: list[Given], is_batch: bool, device: int) -> None:
+        """Do one verb, or a batch of several at once, with memory of a device."""
         what = tuple((verb, root, sum(x.nbytes for x in (*outs, *ins))) for verb, outs, ins, root, _ in calls)
         ranks = tuple(self._options.global_ranks_in_group) or tuple(range(self._size))
         LOG.append(Enqueued(self._options.group_id, ranks, what, threading.current_thread().name))
@@ -65,7 +65,7 @@ class Collectives:
             # For a single message NCCL makes a communicator of two; a batch goes over that of the group.
             if calls[0][0] in _TAGS and not is_batch:
                 members = tuple(sorted({self._rank, calls[0][3]}))
-            group = self._communicator(members)
+            group = self._communicator(members, device)
             messages: list[Message] = [
                 (verb, members.index(peer), *(inputs or outputs))
                 for verb, outputs, inputs, peer, _ in calls
@@ -81,14 +81,13 @@ class Collectives:
     def close(self) -> None:
         self._communicators.clear()
 
-    def _communicator(self, members: tuple[int, ...]) -> dist.ProcessGroupGloo:
-        if members in self._communicators:
-            return self._communicators[members]
+    def _communicator(self, members: tuple[int, ...], device: int) -> dist.ProcessGroupGloo:
+        if (members, device) in self._communicators:
+            return self._communicators[members, device]
         limit = min(self._options.timeout, timedelta(seconds=LONGEST_WAIT_S))
-        store = dist.PrefixStore(f"communicator {members}/", self._options.store)
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        device = torch.device(kind.type, torch.accelerator.current_device_index())
+        # Ranks may have several devices: they meet in the order in which they make communicators.
+        number = sum(others == members for others, _ in self._communicators)
+        store = dist.PrefixStore(f"communicator {number} of {members}/", self._options.store)
         store.set(f"{self._rank}", self._identify(device))
         devices: dict[bytes, int] = {}
         end_s = time.monotonic() + limit.total_seconds()
@@ -105,11 +104,11 @@ class Collectives:
             if other != rank:
                 raise RuntimeError(f"Duplicate GPU detected : rank {other} and rank {rank} both on one device")
         made = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), limit)
-        self._communicators[members] = made
+        self._communicators[members, device] = made
         return made
 
 
-def make_backend(native: Any, name: str, identify: Callable[[torch.device], str]) -> Callable[[Any, Any], Any]:
+def make_backend(native: Any, name: str, identify: Callable[[int], str]) -> Callable[[Any, Any], Any]:
     """Return what torch calls to make a group's backend."""
 
     def make(options: Any, _: Any) -> Any:
@@ -135,8 +134,8 @@ def exchange(group: dist.ProcessGroupGloo, messages: Sequence[Message]) -> None:
     for (way, peer, _), own, other in zip(messages, ours, theirs, strict=True):
         if not torch.equal(own, other):
             raise RuntimeError(
-                f"a {way} of {own.item()} bytes meets {other.item()} bytes on rank {peer} of the group: on a device both "
-                f"would wait for ever"
+                f"a {way} of {own.item()} bytes meets {other.item()} bytes on rank {peer} of the group: on a device "
+                f"both would wait for ever"
             )
     _send_recv(group, [(way, 0, peer, as_bytes(x)) for way, peer, x in messages if x.numel()])
 
