@@ -60,7 +60,7 @@ def is_of_device(request: Any) -> bool:
 
 
 def without_waiting(switch: Any) -> Callable[..., Any]:
-    return lambda stream, after=None: switch(stream)
+    return lambda stream, *_: switch(stream)
 
 
 def on_host(_: Any) -> Callable[[Any], bool]:
@@ -80,6 +80,7 @@ def sync(world: World) -> None:
 
 
 def new_groups(world: World) -> None:
+    del world
     with flexcomm.connect(inter="gloo", timeout_s=60) as other:
         sync(other)
 
