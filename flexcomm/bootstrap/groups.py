@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from flexcomm.bootstrap.consistency import name_ranks
 from flexcomm.bootstrap.job import barrier_with_timeout, start_torch
-from flexcomm.device import HOST, KINDS, find_native, native_backend
+from flexcomm.device import HOST, KINDS, current_device, find_native, native_backend
 from flexcomm.errors import InvalidArgumentError, TransportUnavailableError
 from flexcomm.transport import LoopbackTransport, MPITransport, PerDeviceTransport, TorchTransport, Transport
 
@@ -172,7 +173,7 @@ class GroupFactory:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
-        return self._with_host(TorchTransport(group, backend, self.timeout_s), ranks)
+        return self._with_host(self._transport_of(group, backend), ranks)
 
     def join(self, ranks: Sequence[int], backend: str) -> Transport:
         """Return a transport of ``ranks``, who alone call it, for host tensors, too. It is never closed.
@@ -184,7 +185,7 @@ class GroupFactory:
         if len(ranks) == 1:
             return LoopbackTransport(self.timeout_s)
         group = self._new_group(ranks, backend, members_only=True)
-        return self._with_host(TorchTransport(group, backend, self.timeout_s), ranks)
+        return self._with_host(self._transport_of(group, backend), ranks)
 
     def _with_host(self, transport: TorchTransport, ranks: Sequence[int]) -> Transport:
         is_host = find_native(transport.name) is HOST
@@ -200,8 +201,16 @@ class GroupFactory:
     def _torch(self, backend: str, groups: Sequence[Sequence[int]]) -> TorchTransport:
         # Every rank makes every group, because of [Note: group names].
         made = [self._new_group(ranks, backend) for ranks in groups]
-        transport = TorchTransport(made[self._own(groups)], backend, self.timeout_s)
+        transport = self._transport_of(made[self._own(groups)], backend)
         self.closers.callback(transport.close)
+        return transport
+
+    def _transport_of(self, group: dist.ProcessGroup, backend: str) -> TorchTransport:
+        transport, kind = TorchTransport(group, backend, self.timeout_s), find_native(backend)
+        if kind not in (None, HOST):
+            # NCCL makes a communicator in a group's first call, for which all ranks must come; a round of gossip may
+            # leave some out (https://docs.pytorch.org/docs/stable/distributed.html, batch_isend_irecv).
+            transport.all_reduce(torch.zeros(1, device=current_device(kind.name))).wait()
         return transport
 
     def _new_group(self, ranks: Sequence[int], backend: str, *, members_only: bool = False) -> dist.ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from flexcomm import Average, Compressor, NonFinitePolicy, World
+from flexcomm.device import is_on_host
 from flexdemo.gradients import Bucket, spec_of
 from flexdemo.hooks.handle import HookHandle
 
@@ -65,7 +66,10 @@ class CompressionState(HookHandle):
             self._buckets[names] = _bucket_of(params, gradients, names)
             if not self._residual_shards.keys() >= set(names):
                 self.plan([self._buckets[names]])
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        # A device's future lets the stream of whoever waits for it come behind the stream that completes it. Any: torch
+        # takes numbers and names, too.
+        devices: list[Any] = [] if is_on_host(gradients[0]) else [gradients[0].device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         self._futures[self._buckets[names]] = grad_bucket, future
         self.start(self._buckets[names], gradients)
         if grad_bucket.is_last():

@@ -94,7 +94,8 @@ def over_ranks(world: World, schedule: ScheduleLike, number: int) -> Tensor:
 def mix_all(nets: list[Net], weights: Tensor) -> None:
     with torch.no_grad():
         for params in zip(*(net.parameters() for net in nets), strict=True):
-            mixed = torch.einsum("ij,j...->i...", weights, torch.stack([param.detach().clone() for param in params]))
+            stacked = torch.stack([param.detach().clone() for param in params])
+            mixed = torch.einsum("ij,j...->i...", weights.to(stacked.device), stacked)
             for param, value in zip(params, mixed, strict=True):
                 param.copy_(value)
 

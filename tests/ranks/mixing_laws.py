@@ -72,7 +72,7 @@ def weights_over_ranks(world: World, schedule: ScheduleLike, step: int) -> Tenso
 
 def expected(world: World, schedule: ScheduleLike, step: int, of_all_ranks: Tensor) -> Tensor:
     rows = torch.tensor([rank for node in world.topology.members for rank in node])
-    mixed = weights_over_ranks(world, schedule, step) @ of_all_ranks[rows].double()
+    mixed = weights_over_ranks(world, schedule, step).to(rows.device) @ of_all_ranks[rows].double()
     return mixed[rows.tolist().index(world.topology.rank)].to(of_all_ranks.dtype)
 
 
@@ -143,7 +143,7 @@ def shards_are_mixed_between_nodes_alone(world: World) -> None:
     before = world.stats()["intra_collectives"]
     got = flexcomm.mix(own, schedule, 0, world=world, sharded=True).tensors
     peers = torch.stack([of_all_ranks[ranks[place.local_rank]][:numel] for ranks in place.members])
-    want = torch.from_numpy(schedule.phase(0).matrix(place.nodes)) @ peers
+    want = torch.from_numpy(schedule.phase(0).matrix(place.nodes)).to(peers.device) @ peers
     torch.testing.assert_close(got, want[place.node], rtol=0, atol=1e-13)
     assert world.stats()["intra_collectives"] == before
 

@@ -413,6 +413,17 @@ def sends_later(own: torch.device, rank: int) -> None:
     sends_first(own, rank)
 
 
+def sends_too_much(own: torch.device, rank: int) -> None:
+    reduces(own, rank)
+    x = torch.ones(3 + rank, device=own)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if rank else dist.irecv, x, 1 - rank)]):
+        work.wait()
+
+
+def reduces_another_length(own: torch.device, rank: int) -> None:
+    dist.all_reduce(torch.ones(3 + rank, device=own))
+
+
 def test_right_collectives_are_carried_out(prepare: Prepare) -> None:
     outcomes = run_ranks(uses_collectives_rightly, 2, prepare, ranks_per_node=2)
     assert [reports for reports, _ in outcomes] == [[], []]
@@ -434,8 +445,10 @@ def test_work_must_be_waited_for(prepare: Prepare, program: Callable[..., Any], 
         (reduces, 2, 1, "Duplicate GPU detected"),
         pytest.param(sends_first, 3, 3, r"rank 2 of \(0, 1, 2\) did not come", marks=pytest.mark.slow),  # waits 15 s
         (sends_later, 3, 3, ""),
+        (sends_too_much, 2, 2, "a recv of 12 bytes meets 16 bytes on rank 1"),
+        (reduces_another_length, 2, 2, "ranks enqueued different collectives"),
     ],
-    ids=["host tensor", "shared device", "communicator of some", "communicator of all"],
+    ids=["host tensor", "shared device", "communicator of some", "communicator of all", "message", "length"],
 )
 def test_misused_collectives_raise(
     prepare: Prepare, act: Callable[[torch.device, int], None], ranks: int, devices: int, said: str

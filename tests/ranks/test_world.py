@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import flexcomm
-from flexcomm import device
 from flexcomm import world as world_module
 from flexcomm.bootstrap import groups
 from flexcomm.errors import ConfigMismatchError, TopologyError, TransportError, TransportUnavailableError
@@ -111,32 +110,6 @@ def test_a_mesh_is_a_world_whichever_axis_comes_first() -> None:
     assert rows[1] == ("rank 1 of 4: node 0 of 2, local rank 1 of 2 (mesh)", [3.0], [10.0], [15.0])
     columns = run_ranks(connect_mesh, 4, ("shard", "replicate"))
     assert columns[1] == ("rank 1 of 4: node 1 of 2, local rank 0 of 2 (mesh)", [10.0], [3.0], [15.0])
-
-
-def connect_mesh_of_devices() -> tuple[str, list[float]]:
-    """gloo under the name of an accelerator's backend, of which host tensors are refused."""
-    row = device.DeviceKind("xpu", kernels="staged", backend="other", has_streams=False, has_pinned_memory=False)
-    device.KINDS["xpu"] = row
-    dist.Backend.register_backend("other", dist.ProcessGroupGloo, devices=["cpu"])
-    world_module.backend_for = lambda _: "other"
-    world_module.identify = lambda _: os.environ["LOCAL_RANK"]
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with flexcomm.connect_mesh(mesh, timeout_s=30) as world:
-        node = world.topology.node
-        with pytest.raises(ConfigMismatchError, match="node: 0 on rank 0; 1 on rank 1"):
-            world.agree_inter({"node": node})
-        spare = world.clone_groups()
-        for leg in (world.intra, world.inter, world.intra_control, world.inter_control, spare.intra, spare.inter):
-            assert leg.all_reduce(torch.ones(2)).wait().tolist() == [2.0, 2.0]
-        out = flexcomm.start_exchange(torch.full((64,), float(node)), flexcomm.dense(), world=world).wait()
-        name = world.inter.name
-    dist.destroy_process_group()
-    return name, out.unique().tolist()
-
-
-def test_a_mesh_of_devices_carries_host_tensors_too() -> None:
-    assert run_ranks(connect_mesh_of_devices, 4) == [("gloo for host tensors, other for device tensors", [0.5])] * 4
 
 
 def connect_on_one_device() -> tuple[str, str, list[str], str, list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -16,6 +17,13 @@ LONGEST_WAIT_S = 15.0
 """For other ranks, in a collective: they come sooner, or never."""
 _PAUSE_S = 0.01
 
+_UNEQUAL = ("gather", "scatter", "all_to_all")
+"""Verbs in which ranks may have different lengths."""
+Way = str
+_TAGS: dict[Way, int] = {"send": 1, "recv": 2}
+_OPPOSITE: dict[Way, Way] = {"send": "recv", "recv": "send"}
+Message = tuple[Way, int, Tensor]
+"""Which way, the peer, and what is sent or where it is received."""
 Given = tuple[str, list[Tensor], list[Tensor], int, str]
 """A verb, its outputs and inputs, the root or the peer, and how it reduces."""
 
@@ -41,45 +49,45 @@ LOG: list[Enqueued] = []
 class Collectives:
     """The collectives of one group, each carried out when it is enqueued. Communicators are made when first needed."""
 
-    def __init__(self, options: Any, identify: Callable[[torch.device], str]) -> None:
+    def __init__(self, options: Any, identify: Callable[[int], str]) -> None:
         self._options, self._identify = options, identify
         self._rank, self._size = options.group_rank, options.group_size
-        self._communicators: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
+        self._communicators: dict[tuple[tuple[int, ...], int], dist.ProcessGroupGloo] = {}  # by ranks and own device
         self._lock = threading.Lock()
 
-    def carry_out(self, calls: list[Given], is_batch: bool) -> None:
-        """Do one verb, or a batch of several at once."""
+    def carry_out(self, calls: list[Given], is_batch: bool, device: int) -> None:
+        """Do one verb, or a batch of several at once, with memory of a device."""
         what = tuple((verb, root, sum(x.nbytes for x in (*outs, *ins))) for verb, outs, ins, root, _ in calls)
         ranks = tuple(self._options.global_ranks_in_group) or tuple(range(self._size))
         LOG.append(Enqueued(self._options.group_id, ranks, what, threading.current_thread().name))
         with self._lock:
             members = tuple(range(self._size))
             # For a single message NCCL makes a communicator of two; a batch goes over that of the group.
-            if calls[0][0] in ("send", "recv") and not is_batch:
+            if calls[0][0] in _TAGS and not is_batch:
                 members = tuple(sorted({self._rank, calls[0][3]}))
-            group = self._communicator(members)
-            works = []
+            group = self._communicator(members, device)
+            messages: list[Message] = [
+                (verb, members.index(peer), *(inputs or outputs))
+                for verb, outputs, inputs, peer, _ in calls
+                if verb in _TAGS
+            ]
+            if messages:
+                exchange(group, messages)
+                return
             for verb, outputs, inputs, root, reduction in calls:
-                if verb == "send":
-                    works += [group.send([as_bytes(x)], members.index(root), 0) for x in inputs]
-                elif verb == "recv":
-                    works += [group.recv([as_bytes(x)], members.index(root), 0) for x in outputs]
-                else:
-                    _VERBS[verb](group, self._rank, outputs, inputs, root, reduction)
-            for work in works:
-                work.wait()
+                check_alike(group, verb, outputs, inputs)
+                _VERBS[verb](group, self._rank, outputs, inputs, root, reduction)
 
     def close(self) -> None:
         self._communicators.clear()
 
-    def _communicator(self, members: tuple[int, ...]) -> dist.ProcessGroupGloo:
-        if members in self._communicators:
-            return self._communicators[members]
+    def _communicator(self, members: tuple[int, ...], device: int) -> dist.ProcessGroupGloo:
+        if (members, device) in self._communicators:
+            return self._communicators[members, device]
         limit = min(self._options.timeout, timedelta(seconds=LONGEST_WAIT_S))
-        store = dist.PrefixStore(f"communicator {members}/", self._options.store)
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        device = torch.device(kind.type, torch.accelerator.current_device_index())
+        # Ranks may have several devices: they meet in the order in which they make communicators.
+        number = sum(others == members for others, _ in self._communicators)
+        store = dist.PrefixStore(f"communicator {number} of {members}/", self._options.store)
         store.set(f"{self._rank}", self._identify(device))
         devices: dict[bytes, int] = {}
         end_s = time.monotonic() + limit.total_seconds()
@@ -96,11 +104,11 @@ class Collectives:
             if other != rank:
                 raise RuntimeError(f"Duplicate GPU detected : rank {other} and rank {rank} both on one device")
         made = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), limit)
-        self._communicators[members] = made
+        self._communicators[members, device] = made
         return made
 
 
-def make_backend(native: Any, name: str, identify: Callable[[torch.device], str]) -> Callable[[Any, Any], Any]:
+def make_backend(native: Any, name: str, identify: Callable[[int], str]) -> Callable[[Any, Any], Any]:
     """Return what torch calls to make a group's backend."""
 
     def make(options: Any, _: Any) -> Any:
@@ -111,6 +119,43 @@ def make_backend(native: Any, name: str, identify: Callable[[torch.device], str]
 
 def as_bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+
+
+def exchange(group: dist.ProcessGroupGloo, messages: Sequence[Message]) -> None:
+    """Send and receive, once both sides of every message say the same length: else a device would wait for ever."""
+    ours = [torch.tensor([x.nbytes]) for _, _, x in messages]
+    theirs = [torch.zeros_like(one) for one in ours]
+    told = [
+        (verb, tag, peer, length)
+        for (way, peer, _), own, other in zip(messages, ours, theirs, strict=True)
+        for verb, tag, length in (("send", _TAGS[way], own), ("recv", _TAGS[_OPPOSITE[way]], other))
+    ]
+    _send_recv(group, told)
+    for (way, peer, _), own, other in zip(messages, ours, theirs, strict=True):
+        if not torch.equal(own, other):
+            raise RuntimeError(
+                f"a {way} of {own.item()} bytes meets {other.item()} bytes on rank {peer} of the group: on a device "
+                f"both would wait for ever"
+            )
+    _send_recv(group, [(way, 0, peer, as_bytes(x)) for way, peer, x in messages if x.numel()])
+
+
+def _send_recv(group: dist.ProcessGroupGloo, told: Sequence[tuple[Way, int, int, Tensor]]) -> None:
+    works = [(group.send if way == "send" else group.recv)([x], peer, tag) for way, tag, peer, x in told]
+    for work in works:
+        work.wait()
+
+
+def check_alike(group: dist.ProcessGroupGloo, verb: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    """Raise if ranks of a group enqueued different collectives: on devices they would hang, or mix up their bytes."""
+    lengths = [0 if verb in _UNEQUAL else sum(x.nbytes for x in some) for some in (outputs, inputs)]
+    own = torch.tensor([zlib.crc32(verb.encode()), *lengths])
+    everybodys = [torch.empty_like(own) for _ in range(group.size())]
+    group.allgather([everybodys], [own]).wait()
+    if any(not torch.equal(one, own) for one in everybodys):
+        raise RuntimeError(
+            f"ranks enqueued different collectives: here a {verb} of {lengths} bytes, by rank {everybodys}"
+        )
 
 
 def gather_bytes(group: dist.ProcessGroupGloo, x: Tensor) -> list[Tensor]:
@@ -193,14 +238,15 @@ def _reduce_scatter(
 def _all_to_all(group: Any, rank: int, outputs: list[Tensor], inputs: list[Tensor], root: int, reduction: str) -> None:
     del root, reduction
     outputs[rank].copy_(inputs[rank].view(outputs[rank].shape))
-    works = [
-        start([as_bytes(x)], peer, 0)
-        for start, some in ((group.recv, outputs), (group.send, inputs))
-        for peer, x in enumerate(some)
-        if peer != rank and x.numel()
-    ]
-    for work in works:
-        work.wait()
+    exchange(
+        group,
+        [
+            (verb, peer, x)
+            for verb, some in (("recv", outputs), ("send", inputs))
+            for peer, x in enumerate(some)
+            if peer != rank
+        ],
+    )
 
 
 def _fill(outputs: list[Tensor], parts: Sequence[Tensor]) -> None:

@@ -250,8 +250,12 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
     Views views;
     std::vector<std::pair<Tensor, bool>> touched;
+    bool has_hosts = false;
     auto view_of = [&](const Tensor& x, bool writes) {
-        if (!is_ours(x)) return x;
+        if (!is_ours(x)) {
+            has_hosts = has_hosts || (x.defined() && x.dim() > 0);
+            return x;
+        }
         touched.emplace_back(x, writes);
         return views.of(x);
     };
@@ -269,12 +273,13 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         } else if (one.isOptionalTensorList()) {
             c10::List<std::optional<Tensor>> some;
             for (std::optional<Tensor> x : one.toOptionalTensorList())
-                some.push_back(x && x->defined() ? std::optional<Tensor>(view_of(*x, writes)) : x);
+                some.push_back(x && is_ours(*x) ? std::optional<Tensor>(view_of(*x, writes)) : x);  // indices may be the host's
             one = some;
         } else if (one.isDevice() && one.toDevice().type() == KIND) {
             one = c10::Device(c10::DeviceType::CPU);
         }
     }
+    TORCH_CHECK(!has_hosts || touched.empty(), what, " got tensors of the host among those of a device");
     if (!moves_nothing) {
         for (auto& [x, writes] : touched)
             if (!writes) touch(what, x, false);

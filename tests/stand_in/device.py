@@ -41,7 +41,7 @@ def install(device_library: Path, kernel_library: Path, devices: int) -> Any:
         backend=BACKEND,
         has_streams=True,
         has_pinned_memory=True,
-        uuid=identify,
+        uuid=lambda device: identify(device.index),
     )
     # The device's own kernels, launched without CuPy.
     flexcomm.kernels._SETS["gpu"] = ("torch", "GpuKernels")
@@ -49,9 +49,9 @@ def install(device_library: Path, kernel_library: Path, devices: int) -> Any:
     return native
 
 
-def identify(device: torch.device) -> str:
+def identify(index: int) -> str:
     """Return what no other device has; each node has its own."""
-    return f"stand-in {device.index} of node {os.environ.get('GROUP_RANK', 0)}"
+    return f"stand-in {index} of node {os.environ.get('GROUP_RANK', 0)}"
 
 
 class Stream(torch.Stream):

@@ -79,7 +79,8 @@ Tensors flat(const std::vector<Tensors>& lists) {
 }
 
 // A backend of one device, on a stream of its own. `implementation` is asked by
-// `carry_out([(verb, outputs, inputs, root, reduction), ...], is_batch)`, with tensors of the host that share the device's memory.
+// `carry_out([(verb, outputs, inputs, root, reduction), ...], is_batch, device)`, with tensors of the host that share
+// the device's memory.
 class StandInBackend : public c10d::Backend {
    public:
     StandInBackend(int rank, int size, std::string name, py::object implementation)
@@ -230,7 +231,7 @@ class StandInBackend : public c10d::Backend {
             for (const Call& call : calls)
                 given.append(py::make_tuple(call.verb, views(call.outputs), views(call.inputs), call.root,
                                             call.reduction));
-            implementation_.attr("carry_out")(given, is_batch);
+            implementation_.attr("carry_out")(given, is_batch, device.index());
         } catch (...) {
             guard->exchangeStream(callers);
             throw;

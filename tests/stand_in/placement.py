@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from flexcomm import World
 
 _TORCH = str(Path(torch.__file__).parent)
-_LAWS = tuple(str(Path(__file__).parents[2] / folder) + "/" for folder in ("tests", "bench"))
+_LAWS = tuple(str(Path(__file__).parents[2] / folder) + "/" for folder in ("tests/ranks", "bench"))
 
 
 class MadeByLaws(DeviceContext):
-    """As ``with device:``, for what is called from tests and benchmarks."""
+    """As ``with device:``, for what is called from laws."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: FrameType | None = inspect.currentframe()
