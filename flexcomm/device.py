@@ -10,8 +10,8 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +136,12 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return (x.pin_memory() if KINDS[device.type].has_pinned_memory else x).to(device, non_blocking=True)
 
 
+def copy_to_host(x: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """Return a copy in the host's memory, and the event after which it is there, see :func:`synchronize_event`."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=may_pin_for(x)).copy_(x, non_blocking=True)
+    return copy, record_event(x.device)
+
+
 def may_pin_for(x: Tensor) -> bool:
     return KINDS[x.device.type].has_pinned_memory
 
@@ -180,23 +186,30 @@ def record_event(device: torch.device) -> torch.Event | None:
     return torch.accelerator.current_stream(device).record_event() if KINDS[device.type].has_streams else None
 
 
-def wait_stream(device: torch.device, other: torch.Stream | None) -> None:
-    """Order the device's current stream behind ``other``."""
-    if other is not None:
-        torch.accelerator.current_stream(device).wait_stream(other)
+def record_stream(x: Tensor) -> None:
+    """Once it is freed, keep the memory of ``x`` from being used anew before the current stream has come to there."""
+    if KINDS[x.device.type].has_streams:
+        x.record_stream(torch.accelerator.current_stream(x.device))
 
 
-@contextmanager
-def use_stream(stream: torch.Stream | None, after: torch.Event | None) -> Iterator[None]:
-    """Make ``stream`` current, ordered behind ``after``; without a stream, do nothing."""
+def order_current_stream(device: torch.device, after: torch.Event | None) -> None:
+    """Let the device's current stream wait for an event."""
+    if after is not None:
+        torch.accelerator.current_stream(device).wait_event(after)
+
+
+def order_stream(stream: torch.Stream | None) -> None:
+    """Let a stream wait for what its device's current stream was given to do so far."""
+    if stream is not None:
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+
+
+def switch_stream(stream: torch.Stream | None, after: torch.Event | None = None) -> torch.Stream | None:
+    """Make ``stream`` current, ordered behind ``after``, and return the one that was; without a stream, do nothing."""
     if stream is None:
-        yield
-        return
+        return None
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
-    try:
-        if after is not None:
-            stream.wait_event(after)
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
+    if after is not None:
+        stream.wait_event(after)
+    return before

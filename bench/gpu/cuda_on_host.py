@@ -42,13 +42,13 @@ def compile_for_host(folder: Path, *extra_flags: str, text: str | None = None) -
 class HostLauncher:
     """A launcher whose device is this machine's memory.
 
-    ``shared_limit`` in bytes is what a block may have; ``seed`` the order in which threads take turns. ``launches`` are
-    the names of all kernels that ran.
+    ``shared_limit`` in bytes is what a block may have; ``seed`` the order in which threads take turns; ``device_type``
+    what torch calls the device whose memory the host reaches. ``launches`` are the names of all kernels that ran.
     """
 
-    def __init__(self, library: Path, shared_limit: int = 96 << 10, seed: int = 0) -> None:
+    def __init__(self, library: Path, shared_limit: int = 96 << 10, seed: int = 0, device_type: str = "cpu") -> None:
         self.library = ctypes.CDLL(str(library))
-        self._shared_limit, self._seed = shared_limit, seed
+        self._shared_limit, self._seed, self._device_type = shared_limit, seed, device_type
         self.launches: list[str] = []
 
     def shared_nbytes(self, device: torch.device) -> int:  # noqa: ARG002  (there is one)
@@ -57,10 +57,10 @@ class HostLauncher:
 
     def launch(self, name: str, device: torch.device, grid: int, threads: int, shared_nbytes: int, job: Record) -> None:
         """Run a kernel, block by block."""
-        if device.type != "cpu" or grid < 1 or shared_nbytes > self._shared_limit:
+        if device.type != self._device_type or grid < 1 or shared_nbytes > self._shared_limit:
             raise AssertionError(
                 f"got a launch of {grid} blocks with {shared_nbytes} bytes of shared memory on {device}, needed one or "
-                f"more blocks with {self._shared_limit} bytes at most on the cpu; see tables.py."
+                f"more blocks with {self._shared_limit} bytes at most on the {self._device_type}; see tables.py."
             )
         self.launches.append(name)
         kernel = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)

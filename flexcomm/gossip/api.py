@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -17,7 +16,7 @@ from flexcomm.gossip.mix import MixContext, MixResiduals, PushSum, mix_bucket
 from flexcomm.gossip.phase import round_of
 from flexcomm.gossip.plan import MixSettings, plan_for
 from flexcomm.gossip.schedule import ScheduleLike
-from flexcomm.stats import SyncRecord, Timed
+from flexcomm.stats import SyncRecord
 from flexcomm.sync.engine import BucketTask
 from flexcomm.world import World, default_world
 
@@ -60,8 +59,8 @@ def mix(
             of tensors, kept from step to step.
         compressor: sends compressed changes of the tensors; needs a fixed schedule, and ``residuals``.
         residuals: the state of compressed mixing; one object for each set of tensors, kept from step to step.
-        communicator: names the process groups and the thread that run the mix. Ranks start the mixes of one
-            communicator in the same order; those of different ones need no common order.
+        communicator: names the process groups that carry the mix. Ranks start the mixes of one communicator in the same
+            order; those of different ones need no common order, unless NCCL carries them.
         out: where the mixed tensors are written, instead of new tensors; may be ``tensors``.
 
     Raises:
@@ -145,15 +144,16 @@ def start_mix(
     # Compressed payloads cannot be added on the way.
     round_ = round_of(schedule.phase(step), node, reduces=compressor is None)
     # Nodes without a peer count, too: the headers of all nodes carry the number of the call.
-    sequence = 0 if plan.threads is None else plan.threads.next_sequence()
+    sequence = plan.driver.next_sequence()
     record = SyncRecord(syncs=1, dense_bytes=x.nbytes)
     ctx = MixContext(plan, x, outputs, node, round_, step, sequence, push_sum, residuals, buffers, record)
-    task = BucketTask(ctx, mix_bucket(ctx), threading.Event())
-    if plan.threads is None or (round_.is_idle and plan.ranks == 1):
-        task.resume(None)  # It sends nothing, and waits for no mix that does.
+    tasks = [BucketTask(ctx, mix_bucket(ctx))]
+    handle: MixHandle[T] = MixHandle(world, tasks, cast("T", outputs[0] if single else outputs))
+    if round_.is_idle and plan.ranks == 1:
+        tasks[0].resume(None)  # It sends nothing, and waits for no mix that does.
     else:
-        plan.threads.submit(task)
-    return MixHandle(world, task, cast("T", outputs[0] if single else outputs))
+        handle.start()
+    return handle
 
 
 def plan_mix(
@@ -181,13 +181,25 @@ def plan_mix(
 class MixHandle(Generic[T]):
     """A mix under way. Handles may be waited for in any order."""
 
-    def __init__(self, world: World, task: BucketTask[MixContext], result: T) -> None:
-        self._world, self._task, self._is_explained = world, task, False
+    def __init__(self, world: World, tasks: list[BucketTask[MixContext]], result: T) -> None:
+        self._world, self._tasks, self._is_explained = world, tasks, False
+        self._task, self._driver = tasks[0], tasks[0].ctx.plan.driver
         self._is_cancelled = False
-        self._has_claim = task.ctx.residuals is not None
+        self._has_claim = self._task.ctx.residuals is not None
         self._result: T = result
-        self.record = task.ctx.record
+        self.record = self._task.ctx.record
         """The bytes and seconds of this mix so far."""
+
+    def start(self) -> None:
+        """Start the mix, once."""
+        try:
+            self._driver.start(self._tasks)
+            if self._driver.threads is None and not self._driver.enqueues:
+                # Ranks may wait for handles in different orders, but their messages must come in one.
+                self._driver.finish(self._tasks)
+        except BaseException:
+            self._unclaim()
+            raise
 
     def wait(self) -> MixResult[T]:
         """Return the mixed tensors. Further calls return them again, or raise the same error again."""
@@ -197,38 +209,38 @@ class MixHandle(Generic[T]):
             self._task.write_outputs()
             self._unclaim()
             self._world.add_stats(ctx.record, step=ctx.step)
-            ctx.plan.pool.give_back(ctx.buffers)
+            self._end()
         assert ctx.squared_distance is not None, "outputs are written"  # noqa: S101  (our own invariant)
         return MixResult(self._result, ctx.squared_distance)
 
     def wait_received(self) -> None:
         """Return when all messages were received and the inputs are no longer read. Outputs are written by `wait`."""
-        task, threads = self._task, self._task.ctx.plan.threads
-        with Timed(task.ctx.record, "waiting"):
-            task.wait_done()
-        if task.failure is not None:
+        self._driver.finish(self._tasks)
+        failure = self._task.failure
+        if failure is not None:
             self._unclaim()
-            if isinstance(task.failure, DeadlineExceededError) and not self._is_explained:
-                task.failure = explain_timeout(self._world, task.failure, task.ctx.sequence)
+            if isinstance(failure, DeadlineExceededError) and not self._is_explained:
+                failure = self._task.failure = explain_timeout(self._world, failure, self._task.ctx.sequence)
                 self._is_explained = True
-            raise task.failure
-        if threads is not None:
-            threads.order_current_stream()
+            raise failure
 
     def cancel(self) -> None:
         """Wait for the messages and ignore them: tensors, residuals and push-sum weight do not change."""
-        ctx = self._task.ctx
-        if ctx.squared_distance is None and not self._is_cancelled:
+        if self._task.ctx.squared_distance is None and not self._is_cancelled:
             # Peers count on their messages being received.
             self.wait_received()
             self._is_cancelled = True
             self._task.failure = InvalidArgumentError("this mix was cancelled, and changed nothing: start another one.")
             self._unclaim()
-            ctx.plan.pool.give_back(ctx.buffers)
+            self._end()
 
     def done(self) -> bool:
         """Return whether all messages were received, so that ``wait`` does not block."""
-        return self._task.is_done
+        return self._task.has_arrived()
+
+    def _end(self) -> None:
+        self._driver.end_call()
+        self._task.ctx.plan.pool.give_back(self._task.ctx.buffers)
 
     def _unclaim(self) -> None:
         # Once: by then, another mix may have the claim.

@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexcomm.codec import Decoder, Encoder
+from flexcomm.device import is_on_host, to_device
 from flexcomm.errors import ConfigMismatchError, FlexcommError, InvalidArgumentError, NonFiniteError, SyncError
 from flexcomm.gossip.phase import Round
 from flexcomm.gossip.plan import MixPlan
 from flexcomm.kernels import StateUpdate
 from flexcomm.stats import SyncRecord, Timed
-from flexcomm.sync.algorithms import Collective, Steps, words_of
+from flexcomm.sync.algorithms import Collective, Read, Steps, Words, read_words, words_of
 from flexcomm.sync.bucket import VERIFIED, Verified
 from flexcomm.sync.plan import Buffers, sum_dtype
 
@@ -57,6 +59,7 @@ class MixContext:
     buffers: Buffers
     record: SyncRecord
     next_push_weight: float = 1.0
+    unread: list[Found] = field(default_factory=list)
     squared_distance: Tensor | None = None
     """By how far the outputs are from ``x``, once they are written."""
 
@@ -68,9 +71,18 @@ class MixContext:
         return self.buffers.get(f"{name}, {numel} of {dtype}", lambda: self.buffers.allocate(numel, dtype=dtype))
 
 
-def mix_bucket(ctx: MixContext) -> Generator[Collective | Verified, Any, None]:
+class Found(NamedTuple):
+    """Numbers (int64) in a device's memory, what they mean, and whether they say that something is wrong."""
+
+    words: Tensor
+    explain: Callable[[list[int]], None]
+    is_wrong: Tensor
+
+
+def mix_bucket(ctx: MixContext) -> Generator[Collective | Read | Verified, Any, None]:
     """Mix one bucket. Yields the collectives it needs, then ``VERIFIED``; resumed after that, it writes outputs."""
     terms = yield from mix_between_nodes(ctx, ctx.x) if ctx.plan.ranks == 1 else mix_by_shards(ctx)
+    yield from check(ctx)
     # A mix that is cancelled is not resumed: everything stays as it was.
     yield VERIFIED
     with torch.no_grad():
@@ -102,21 +114,45 @@ def mix_by_shards(ctx: MixContext) -> Steps[WeightedSum]:
     yield Collective("reduce_inside", methodcaller("reduce_scatter", rows.view(ranks, numel), total), moved, moved)
     shard = ctx.buffer("shard", numel, x.dtype).copy_(total.mul_(1.0 / ranks))
     # If one rank of this node fails, all of them raise: the others would wait for its shard.
-    terms, failure = None, None
+    terms: WeightedSum = 1.0, [], []
+    failure: FlexcommError | None = None
     try:
         terms = yield from mix_between_nodes(ctx, shard)
     except FlexcommError as error:
         failure = error
-    failed = torch.tensor([float(terms is None)], device=shard.device)
+    failed = torch.full((1,), int(failure is not None), device=shard.device)
+    for one in ctx.unread:
+        failed += one.is_wrong
     yield Collective("gather_inside", methodcaller("all_reduce", failed), failed.nbytes, failed.nbytes)
-    if failure is not None:
-        raise failure
-    if terms is None or failed.item():
-        raise SyncError("another rank of this node could not mix its shard, and nothing was changed; it says why.")
+
+    def explain(numbers: list[int]) -> None:
+        if failure is not None:
+            raise failure
+        if numbers[0]:
+            raise SyncError("another rank of this node could not mix its shard, and nothing was changed; it says why.")
+
+    note(ctx, failed, explain, failed)
     ctx.plan.kernels.mix_(shard, *terms, shard)
     gathered, moved = ctx.buffer("gathered", ranks * numel, x.dtype), (ranks - 1) * shard.nbytes
     yield Collective("gather_inside", methodcaller("all_gather", shard, gathered.view(ranks, numel)), moved, moved)
     return 0.0, [gathered[: x.numel()]], [1.0]
+
+
+def note(ctx: MixContext, words: Words, explain: Callable[[list[int]], None], is_wrong: Tensor | None = None) -> None:
+    """Have numbers explained: at once, if the host has them; if a device has, when :func:`check` reads all of them."""
+    if isinstance(words, Tensor) and not is_on_host(words):
+        ctx.unread.append(Found(words.view(-1), explain, (words != 0).any() if is_wrong is None else is_wrong))
+    else:
+        explain(words.view(-1).tolist() if isinstance(words, Tensor) else words)
+
+
+def check(ctx: MixContext) -> Steps[None]:
+    """Read all that was noted, and raise what is wrong."""
+    unread, ctx.unread = ctx.unread, []
+    if unread:
+        numbers = iter((yield from read_words(torch.cat([one.words for one in unread]), ctx.plan.timeout_s)))
+        for one in unread:
+            one.explain(list(islice(numbers, one.words.numel())))
 
 
 def mix_between_nodes(ctx: MixContext, x: Tensor) -> Steps[WeightedSum]:
@@ -183,14 +219,17 @@ def send_changes(ctx: MixContext, x: Tensor, residuals: MixResiduals) -> Steps[t
             Decoder(plan, payload, [f"node {sender}"], ctx.plan.kernels)
             for sender, payload in zip(senders, (encoder.buffer, *payloads), strict=True)
         ]
-        words = words_of([decoder.check(step=ctx.step, sequence=ctx.sequence) for decoder in decoders])
-        numbers = words if isinstance(words, list) else words.tolist()
-        for sender, decoder, word in zip(senders, decoders, numbers, strict=True):
-            if decoder.explain(word, step=ctx.step, sequence=ctx.sequence):
-                raise NonFiniteError(
-                    f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed "
-                    f"here. End the run, and lower the learning rate, or clip."
-                )
+
+        def explain(words: list[int]) -> None:
+            for sender, decoder, word in zip(senders, decoders, words, strict=True):
+                if decoder.explain(word, step=ctx.step, sequence=ctx.sequence):
+                    raise NonFiniteError(
+                        f"node {sender} had NaN, infinity or a magnitude of 2**100 or more to mix: nothing was changed "
+                        f"here. End the run, and lower the learning rate, or clip."
+                    )
+
+        # What a device finds wrong it does not decode.
+        note(ctx, words_of([decoder.check(step=ctx.step, sequence=ctx.sequence) for decoder in decoders]), explain)
         for sender, decoder, weight in zip(senders, decoders, weights_of_payloads, strict=True):
             decoder.decode_(tensors, step=ctx.step, average="nodes")
             public_sum = torch.add(public_sum, change, alpha=weight, out=next_sum)
@@ -212,22 +251,40 @@ def send_recv_peers(ctx: MixContext, payload: Tensor) -> Steps[tuple[list[Tensor
 def send_recv_messages(ctx: MixContext, sends: Messages, receives: Messages) -> Steps[list[float]]:
     """Send a payload to each node of ``sends``, fill those of ``receives``; return the senders' push-sum weights.
 
-    Headers travel first: a payload of another length than expected would end the process instead of raising.
+    Headers travel first: a payload of another length than expected would end the process instead of raising. Where
+    nobody's thread may wait for headers, both travel at once.
     """
     if not (sends or receives):
         return []
     header = _HEADER.pack(ctx.plan.digest, ctx.step, ctx.sequence, ctx.push_weight)
-    own = torch.frombuffer(bytearray(header), dtype=torch.int64).to(ctx.x.device)
-    headers = [(peer, torch.empty_like(own)) for peer, _ in receives]
-    yield _send_recv([(peer, own) for peer, _ in sends], headers)
-    push_weights = [_check_header(ctx, words, peer) for peer, words in headers]
-    yield _send_recv_payloads(ctx, sends, receives)
+    own = to_device(torch.frombuffer(bytearray(header), dtype=torch.int64), ctx.x.device)
+    headers = torch.empty(len(receives), own.numel(), dtype=torch.int64, device=own.device)
+    sends_headers, receives_headers = (
+        [(peer, own) for peer, _ in sends],
+        [(peer, row) for (peer, _), row in zip(receives, headers, strict=True)],
+    )
+    push_weights = [1.0] * len(receives)
+
+    def explain(numbers: list[int]) -> None:
+        for number, (peer, _) in enumerate(receives):
+            push_weights[number] = _check_header(ctx, numbers[number * own.numel() :][: own.numel()], peer)
+
+    enqueues = ctx.plan.driver.enqueues
+    if enqueues:
+        yield _send_recv_payloads(ctx, [*sends_headers, *sends], [*receives_headers, *receives])
+    else:
+        yield _send_recv(sends_headers, receives_headers)
+    note(ctx, headers, explain, (headers[:, :-1] != own[:-1]).any())
+    if not enqueues or ctx.push_sum is not None:
+        yield from check(ctx)
+    if not enqueues:
+        yield _send_recv_payloads(ctx, sends, receives)
     return push_weights
 
 
-def _check_header(ctx: MixContext, words: Tensor, sender: int) -> float:
+def _check_header(ctx: MixContext, words: list[int], sender: int) -> float:
     """Return the push-sum weight in a header; raise if its sender is in another call, or at another step."""
-    digest, step, sequence, push_weight = _HEADER.unpack(words.cpu().numpy().tobytes())
+    digest, step, sequence, push_weight = _HEADER.unpack(struct.pack(f"={len(words)}q", *words))
     fields = {
         "step": (step, ctx.step),
         "number of mixes so far": (sequence, ctx.sequence),

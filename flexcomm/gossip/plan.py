@@ -16,7 +16,7 @@ from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensor
 from flexcomm.gossip.schedule import ScheduleLike
 from flexcomm.kernels import BufferPlan, Kernels, choose_kernels
 from flexcomm.sync.algorithms import Leg
-from flexcomm.sync.engine import CommThreads, engine_of
+from flexcomm.sync.engine import Driver, engine_of, legs_of_threads
 from flexcomm.sync.plan import BufferPool
 from flexcomm.transport import Transport
 from flexcomm.world import World
@@ -33,7 +33,7 @@ class MixPlan:
     """The common part of all calls with equal shapes, schedule and settings, with the buffers they use again.
 
     ``ranks`` of this node average their tensors and share the work between nodes: 1 if tensors are shards. Compressed
-    payloads have a ``buffer_plan``. ``threads`` drive the mixes; a world of one rank has none.
+    payloads have a ``buffer_plan``.
     """
 
     ranks: int
@@ -42,7 +42,8 @@ class MixPlan:
     kernels: Kernels
     buffer_plan: BufferPlan | None
     pool: BufferPool
-    threads: CommThreads | None
+    driver: Driver
+    timeout_s: float  # how long a wait for the device may take
 
 
 class MixSettings(NamedTuple):
@@ -94,16 +95,15 @@ def _make_plan(world: World, tensors: list[Tensor], schedule: ScheduleLike, sett
     # Ranks of a node may hold shards of unequal lengths.
     (world.agree_inter if settings.sharded else world.agree)(fields)
     digest = int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little", signed=True)
-    communicators = engine_of(world).communicators
-    # A thread enqueues on one stream: tensors of the host and of devices have communicators of their own.
-    communicator = f"{settings.communicator} of {device.type}"
-    if communicator not in communicators and world.topology.size > 1:
-        groups = world.clone_groups()
+    drivers, key = engine_of(world).drivers, ("mix", settings.communicator, device)
+    if key not in drivers:
+        groups = world.clone_groups() if world.topology.size > 1 else world
         intra, inter = groups.intra, groups.inter
         legs: dict[Leg, Transport] = {"reduce_inside": intra, "exchange": inter, "gather_inside": intra}
-        communicators[communicator] = CommThreads(world, legs, {"mixing": tuple(legs)}, device)
-    kernels, pool, threads = choose_kernels(device), BufferPool(device), communicators.get(communicator)
-    return MixPlan(ranks, gamma, digest, kernels, buffer_plan, pool, threads)
+        of_thread = tuple(leg for leg in legs if leg in legs_of_threads(world, device))
+        drivers[key] = Driver(world, legs, {"mixing": of_thread} if of_thread else {}, device)
+    kernels, pool = choose_kernels(device), BufferPool(device)
+    return MixPlan(ranks, gamma, digest, kernels, buffer_plan, pool, drivers[key], world.inter.timeout_s)
 
 
 def _check_tensors(tensors: list[Tensor]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexcomm.codec import Decoder, Encoder, TensorShard, assemble_buffer, shard_tensor
 from flexcomm.compress import TensorSpec
-from flexcomm.device import synchronize_stream, to_device
+from flexcomm.device import copy_to_host, is_on_host, synchronize_event, to_device
 from flexcomm.errors import ConfigMismatchError
 from flexcomm.kernels import BufferPlan, DeviceStatus, Problem, Selection, StateUpdate, ValueCode
 from flexcomm.kernels.layout import HEADER_NBYTES
@@ -49,8 +49,12 @@ class Collective(NamedTuple):
     is_short: bool = False  # waiting for it costs little
 
 
+Read = Literal["read"]
+READ: Read = "read"
+"""What a bucket yields before it reads a device's memory, for which it waits. It is resumed with None."""
+
 T = TypeVar("T")
-Steps = Generator[Collective, Any, T]
+Steps = Generator[Collective | Read, Any, T]
 """A part of a bucket's path that returns a ``T``."""
 
 
@@ -58,12 +62,14 @@ Words = Tensor | list[int]
 """Outcomes of checks, 0 where nothing is wrong: int64, in a device's memory; or numbers, if the host has them."""
 
 
-def read_words(ctx: BucketContext, words: Words) -> list[int]:
+def read_words(words: Words, timeout_s: float) -> Steps[list[int]]:
     """Return numbers that may be in a device's memory: the one place where a bucket waits for it."""
-    if isinstance(words, list):
-        return words
-    synchronize_stream(words.device, ctx.plan.timeout_s)
-    numbers: list[int] = words.tolist()
+    if isinstance(words, Tensor) and not is_on_host(words):
+        words, copied = copy_to_host(words)
+        yield READ
+        # Not for the whole stream, which may have been given later buckets.
+        synchronize_event(copied, timeout_s)
+    numbers: list[int] = words.tolist() if isinstance(words, Tensor) else words
     return numbers
 
 
@@ -148,7 +154,8 @@ def gatherv(ctx: BucketContext, shard: list[Tensor]) -> Steps[GatheredPayloads]:
     # From where the payloads are: not every transport that carries those carries host tensors.
     length = encoder.payload_nbytes.clone()
     lengths = yield Collective("exchange", methodcaller("all_gather", length), moved, moved, is_short=True)
-    counts = [HEADER_NBYTES + count for count in read_words(ctx, lengths.view(-1))]
+    payloads_nbytes = yield from read_words(lengths.view(-1), ctx.plan.timeout_s)
+    counts = [HEADER_NBYTES + nbytes for nbytes in payloads_nbytes]
     nbytes = counts[ctx.plan.node]
     ctx.record.payload_bytes += nbytes
     room = ctx.buffers.get("gathered of any length", lambda: ctx.buffers.allocate(nodes * plan.nbytes))
@@ -342,11 +349,12 @@ def two_phase(ctx: BucketContext, shard: list[Tensor]) -> Steps[TwoPhases]:
     yield Collective("exchange", start, payload_nbytes - own_nbytes, others * own_nbytes)
     with Timed(ctx.record, "decode"):
         status = phases.own_status = phases.own_decoder.check(step=ctx.step, sequence=ctx.sequence)
-        if isinstance(status, DeviceStatus) and not ctx.nonfinite and phases.coefficients:
+        if isinstance(status, DeviceStatus):
             # Not read here: averages of what is not finite are marked as nothing to send, too.
-            phases.coefficients[0].view(-1)[:1].fill_(0.0)
-            phases.own_decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.plan.settings.average)
-            phases.coefficients[0].view(-1)[:1].masked_fill_(status.word != 0, torch.nan)
+            if phases.coefficients:
+                phases.coefficients[0].view(-1)[:1].fill_(0.0)
+                phases.own_decoder.decode_(phases.coefficients, step=ctx.step, average=ctx.plan.settings.average)
+                phases.coefficients[0].view(-1)[:1].masked_fill_(status.word != 0, torch.nan)
         elif int(status):
             # The other nodes wait for the averages, which are marked as nothing to send.
             ctx.nonfinite = ctx.nonfinite or "what came from other nodes cannot be used"

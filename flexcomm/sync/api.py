@@ -16,7 +16,7 @@ from flexcomm.device import KINDS, empty_like
 from flexcomm.errors import CompressorError, InvalidArgumentError, InvalidTensorError
 from flexcomm.kernels import Average
 from flexcomm.sync.call import SyncHandle, T
-from flexcomm.sync.engine import can_run_in_background, engine_of
+from flexcomm.sync.engine import engine_of, legs_of_threads
 from flexcomm.sync.plan import AlgorithmOption, NonFinitePolicy, SyncPlan, SyncSettings
 from flexcomm.sync.residuals import Residuals
 from flexcomm.world import World, default_world
@@ -183,7 +183,7 @@ def plan_sync(
         local_size,
         local_rank,
         all_ranks,
-        in_background and can_run_in_background(world, device),
+        in_background and legs_of_threads(world, device) != (),
         in_background,
         [[f"rank {member} (node {node})" for node, member in enumerate(group)] for group in groups],
         world.inter.timeout_s,

@@ -26,6 +26,7 @@ from flexcomm.sync.algorithms import (
     Collective,
     GatheredPayloads,
     NumberedShard,
+    Read,
     Received,
     Steps,
     Words,
@@ -82,7 +83,7 @@ class BucketContext:
         return self.plan.rank_names[self.plan.local_rank]
 
 
-def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, None]:
+def sync_bucket(ctx: BucketContext) -> Generator[Collective | Read | Verified, Any, None]:
     """Average one bucket. Yields the collectives it needs, then ``VERIFIED``; resumed after that, it writes outputs."""
     shard = yield from reduce_scatter_inside(ctx)
     # Also without a shard of any tensor: the ranks of a node must start their collectives in one order.
@@ -92,7 +93,7 @@ def sync_bucket(ctx: BucketContext) -> Generator[Collective | Verified, Any, Non
         # The other ranks of the node wait for this one, and learn of it when they gather.
         received = FailedExchange(error)
     received = yield from all_gather_inside(ctx, received)
-    ctx.nonfinite_senders = verify(ctx, received)
+    ctx.nonfinite_senders = yield from verify(ctx, received)
     # The call resumes all of its buckets, or none: a bucket that fails leaves every output as it was.
     yield VERIFIED
     with Timed(ctx.record, "decode"):
@@ -127,10 +128,13 @@ def all_gather_inside(ctx: BucketContext, received: Received) -> Steps[Received]
     return (yield from (_gather_payloads if ctx.bucket.gathers_payloads else _gather_elements)(ctx, received))
 
 
-def verify(ctx: BucketContext, received: Received) -> list[str]:
+def verify(ctx: BucketContext, received: Received) -> Steps[list[str]]:
     """Check what was received; return the senders that had nonfinite values."""
-    with Timed(ctx.record, "decode"), disagreement_told():
-        return received.explain(ctx, read_words(ctx, received.check(ctx)))
+    with disagreement_told():
+        with Timed(ctx.record, "decode"):
+            found = received.check(ctx)
+        words = found if isinstance(found, list) else (yield from read_words(found, ctx.plan.timeout_s))
+        return received.explain(ctx, words)
 
 
 @contextmanager
@@ -247,8 +251,8 @@ class NodeElements:
         own: list[str] = []
         nonfinite = []
         if statuses[ctx.plan.local_rank] and self.received is not None:
-            # What this rank found it can tell, by reading again.
-            own = self.received.explain(ctx, read_words(ctx, self.own_words))
+            # What this rank found it can tell, by reading again: the device has been waited for.
+            own = self.received.explain(ctx, torch.as_tensor(self.own_words).tolist())
         common = int.from_bytes(digest_of(ctx, *ctx.bucket.digests), "little", signed=True)
         for name, status, digest in zip(names, statuses, digests, strict=True):
             problem = status & 0xFF

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,7 +12,6 @@ from flexcomm.codec import check_numbers
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
 from flexcomm.kernels import LARGEST_MAGNITUDE, STORE, Epilogue, StateUpdate
 from flexcomm.stats import SyncRecord
-from flexcomm.sync.algorithms import LEVELS
 from flexcomm.sync.bucket import BucketContext, sync_bucket
 from flexcomm.sync.engine import BucketTask, engine_of
 from flexcomm.sync.plan import BucketPlan, Buffers, SyncPlan
@@ -51,7 +48,6 @@ class SyncHandle(Generic[T]):
         self._tensors = [x.detach() if x.requires_grad else x for x in tensors]
         if plan.settings.nonfinite == "zero":
             self._tensors = [torch.where(x.abs() < LARGEST_MAGNITUDE, x, 0.0) for x in self._tensors]
-        self._waited_s = 0.0
         self._lent: list[str] = []
         self._tasks: list[BucketTask[BucketContext]] = []
         self._refusals: list[FlexcommError] = []
@@ -68,11 +64,8 @@ class SyncHandle(Generic[T]):
 
     def verify(self) -> None:
         """Wait until all that came is checked; :meth:`write` or :meth:`rollback` follows. Raises what went wrong."""
-        if self._plan.in_background:
+        if not self._is_verified:
             self._verify()
-        # In the order they were started: their collectives must start in one order on all ranks.
-        while self._verify in self._engine.under_way:
-            self._engine.under_way.popleft()()
         if self._error is not None:
             raise self._error
 
@@ -109,6 +102,7 @@ class SyncHandle(Generic[T]):
         """Write nothing, and take back what this call did to its residuals; on all ranks. Not after :meth:`write`."""
         if self._is_over:
             return
+        self._driver.order_current_stream(self._tasks)
         for task in self._tasks:
             for restore in task.ctx.rollbacks:
                 restore()
@@ -118,6 +112,7 @@ class SyncHandle(Generic[T]):
 
     def _end(self) -> None:
         self._is_over = True
+        self._driver.end_call()
         if self._residuals is not None:
             self._residuals.unclaim(self._plan.names)
         if self._error is not None:
@@ -134,9 +129,7 @@ class SyncHandle(Generic[T]):
     @property
     def record(self) -> SyncRecord:
         """What it cost so far: the sum over its buckets."""
-        total = SyncRecord(
-            syncs=1, dense_bytes=self._plan.dense_bytes, waiting_s=self._waited_s, skipped=int(self.skipped)
-        )
+        total = SyncRecord(syncs=1, dense_bytes=self._plan.dense_bytes, skipped=int(self.skipped))
         for task in self._tasks:
             total.add(task.ctx.record)
         return total
@@ -145,6 +138,7 @@ class SyncHandle(Generic[T]):
         """Start all buckets, once. Driven by the caller, all of them are on their way between nodes when it returns."""
         engine, plan = self._engine, self._plan
         engine.agree(self._world, plan)
+        self._driver = engine.sync_driver(self._world, plan)
         engine.calls += 1
         if self._residuals is not None:
             self._residuals.claim(plan.names)
@@ -153,25 +147,13 @@ class SyncHandle(Generic[T]):
             first, engine.sequence = engine.sequence + 1, engine.sequence + len(plan.buckets)
             for sequence, (bucket, pool) in enumerate(zip(plan.buckets, plan.pools, strict=True), first):
                 ctx = self._make_context(bucket, pool.take(), sequence)
-                done = threading.Event() if plan.in_background else None
-                self._tasks.append(BucketTask(ctx, sync_bucket(ctx), done))
-            if plan.in_background:
-                threads = engine.comm_threads(self._world, plan.device)
-                for task in self._tasks:
-                    threads.submit(task)
-                return
-            for task in self._tasks:
-                task.advance(self._world)
-            for task in self._tasks:
-                # On its way between nodes, or further: the caller may go on computing.
-                while (one := task.under_way) is not None and (one.is_short or LEVELS[one.leg] == "intra"):
-                    task.advance(self._world)
+                self._tasks.append(BucketTask(ctx, sync_bucket(ctx)))
+            self._driver.start(self._tasks)
         except DeadlineExceededError as error:
             raise self._cancel(error) from error
         except BaseException as error:
             self._cancel(error)
             raise
-        engine.under_way.append(self._verify)
 
     def _make_context(self, bucket: BucketPlan, buffers: Buffers, sequence: int) -> BucketContext:
         plan, residuals = self._plan, self._residuals
@@ -199,19 +181,9 @@ class SyncHandle(Generic[T]):
 
     def _verify(self) -> None:
         """Take every bucket to where all is verified, once. What goes wrong is kept for those who ask."""
-        if self._is_verified:
-            return
         self._is_verified = True
         try:
-            if self._plan.in_background:
-                begin_s = time.perf_counter()
-                for task in self._tasks:
-                    task.wait_done()
-                self._waited_s = time.perf_counter() - begin_s
-            else:
-                under_way = self._tasks
-                while under_way:
-                    under_way = [task for task in under_way if task.advance(self._world)]
+            self._driver.finish(self._tasks)
             failures = [*self._refusals, *[task.failure for task in self._tasks if task.failure is not None]]
             if failures:
                 # Of several, that of a transport: all others follow from it.

@@ -333,7 +333,7 @@ def a_problem_leaves_states_in_place_as_they_were(kernels: Kernels, device: str)
                 require(kernels, bool(close.all()), f"NaN in tensor {broken} leaves the states of others alone")
 
 
-def a_problem_leaves_states_apart_from_their_successors_alone(kernels: Kernels, device: str) -> None:
+def a_problem_leaves_states_as_they_were(kernels: Kernels, device: str) -> None:
     """Also behind a tensor without elements, whose states have no memory to tell them apart."""
     plans = (
         TensorPlan(1, 0, 1, 16, False, Selection.EVERYTHING, 16, ValueCode.FP32),
@@ -422,7 +422,7 @@ KERNEL_LAWS: tuple[Callable[[Kernels, str], None], ...] = (
     outputs_step_as_the_epilogue_says,
     rollback_restores_states_that_were_updated_in_place,
     a_problem_leaves_states_in_place_as_they_were,
-    a_problem_leaves_states_apart_from_their_successors_alone,
+    a_problem_leaves_states_as_they_were,
     a_buffer_is_decoded_as_another_plan,
     mixing_gives_the_references_bits,
     mixing_keeps_what_is_not_finite,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from flexcomm.errors import DeadlineExceededError
@@ -39,7 +40,10 @@ class Transport(Protocol):
     are numbers inside the group. Inputs must not change, and outputs must not be read, before ``wait()`` returns.
 
     One of your own may also have a method ``clone()``, which all its ranks call together: it returns a second transport
-    on the same ranks, whose collectives do not order those of the first. :meth:`World.clone_groups` needs it.
+    on the same ranks, whose collectives do not order those of the first. :meth:`World.clone_groups` needs it. And a
+    method ``enqueues(device)``, which returns whether its work on that device's tensors is given to the current stream
+    there, as NCCL's is: then ``wait()`` orders the current stream after it instead of blocking, and the thread that
+    runs the model starts it, never another.
 
     Tensors may be of any strided layout, of any dtype that torch can view as bytes, on any device and empty; verbs that
     add take float64, float32, bfloat16, float16, int64, int32, int8 and uint8.
@@ -92,6 +96,12 @@ class Transport(Protocol):
     def barrier(self) -> Handle[None]:
         """Every rank has started this barrier."""
         ...
+
+
+def enqueues(transport: Transport, device: torch.device) -> bool:
+    """Return whether a transport's work on this device's tensors is enqueued there, and blocks no thread."""
+    ask = getattr(transport, "enqueues", None)
+    return ask is not None and bool(ask(device))
 
 
 def describe_transport(transport: Transport) -> str:

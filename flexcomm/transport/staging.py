@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexcomm.device import KINDS, may_pin_for, synchronize_stream
+from flexcomm.device import KINDS, copy_to_host, may_pin_for, synchronize_event
 from flexcomm.errors import InvalidTensorError, TransportError
-from flexcomm.transport.base import Finished, Handle, Messages, Operation, Request, Transport
+from flexcomm.transport.base import Finished, Handle, Messages, Operation, Request, Transport, enqueues
 
 REDUCIBLE = {
     torch.float64: "DOUBLE",
@@ -133,6 +133,11 @@ class BufferTransport(ABC):
     def barrier(self) -> Operation[None]:
         return Operation("barrier", self, self._start_barrier(), lambda: None)
 
+    def enqueues(self, device: torch.device) -> bool:
+        """Return whether work on this device's tensors is enqueued there; a backend of the host's blocks a thread."""
+        del device
+        return False
+
     @abstractmethod
     def _reaches(self, x: Tensor, verb: str) -> bool:
         """Return whether the backend may be handed the memory of ``x`` itself, to do that verb."""
@@ -148,8 +153,8 @@ class BufferTransport(ABC):
         flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
         if self._reaches(x, verb):
             return flat.contiguous()
-        staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=may_pin_for(x)).copy_(flat, non_blocking=True)
-        synchronize_stream(x.device, self.timeout_s)
+        staged, copied = copy_to_host(flat)
+        synchronize_event(copied, self.timeout_s)
         return staged
 
     def _source_and_place(
@@ -193,6 +198,9 @@ class LoopbackTransport(BufferTransport):
 
     def __init__(self, timeout_s: float = 300.0) -> None:
         super().__init__(rank=0, size=1, timeout_s=timeout_s)
+
+    def enqueues(self, device: torch.device) -> bool:
+        return KINDS[device.type].has_streams
 
     def _reaches(self, x: Tensor, verb: str) -> bool:
         del x, verb
@@ -238,6 +246,9 @@ class PerDeviceTransport:
 
     def barrier(self) -> Handle[None]:
         return self._host.barrier()
+
+    def enqueues(self, device: torch.device) -> bool:
+        return enqueues(self._device, device)
 
     def _for(self, *tensors: Tensor) -> Transport:
         return self._host if all(x.is_cpu for x in tensors) else self._device

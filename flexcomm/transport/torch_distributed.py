@@ -28,7 +28,7 @@ class TorchTransport(BufferTransport):
     def __init__(self, group: dist.ProcessGroup, backend: str, timeout_s: float) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
         self.name = backend
-        self._device_type = (find_native(backend) or HOST).name
+        self.device_type = (find_native(backend) or HOST).name
         self._group = group
 
     def close(self) -> None:
@@ -37,12 +37,15 @@ class TorchTransport(BufferTransport):
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
+    def enqueues(self, device: torch.device) -> bool:
+        return device.type == self.device_type and self.device_type != HOST.name
+
     def _reaches(self, x: Tensor, verb: str) -> bool:
         del verb
-        is_native = x.device.type == self._device_type
-        if self._device_type != HOST.name and not is_native:
+        is_native = x.device.type == self.device_type
+        if self.device_type != HOST.name and not is_native:
             raise InvalidTensorError(
-                f"{self.name} carries {self._device_type} tensors only, and got one on {x.device}. Move it there, or "
+                f"{self.name} carries {self.device_type} tensors only, and got one on {x.device}. Move it there, or "
                 f"connect with intra='auto' and inter='auto', which choose by the tensor's device."
             )
         return is_native
@@ -108,7 +111,7 @@ class TorchRequest:
         deadline_s = time.monotonic() + timeout_s
         for work in self._works:
             try:
-                if self._transport.name == "nccl":
+                if self._transport.device_type != HOST.name:
                     work.wait()  # A timeout would make the host wait for the device. The group's watchdog has one.
                 else:
                     work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.nn import Module, Parameter
 
 from flexcomm import Average, Compressor, FlexcommError, InvalidArgumentError, NonFinitePolicy, TransportError, World
+from flexcomm.device import record_stream
 from flexdemo import torch_private
 from flexdemo.gradients import Bucket, spec_of
 from flexdemo.hooks.handle import HookHandle
@@ -142,6 +143,9 @@ def _set_hook(unit: FSDPModule, group: ParamGroup, names: dict[Parameter, str], 
             )
         padded = torch.split_with_sizes(flat, numels)
         shards = [x[: math.prod(spec.shape)].view(spec.shape) for x, spec in zip(padded, bucket.specs, strict=True)]
+        # It was allocated on the stream of reduce-scatters, and where FSDP then copies it to the parameters' dtype, or
+        # adds it to other gradients, it is freed while this stream is still at it.
+        record_stream(flat)
         # After the hook FSDP keeps views of the flat gradient, except where it copies it or adds it to another.
         at_once = any(
             param.grad is not None

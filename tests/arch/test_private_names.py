@@ -28,6 +28,8 @@ PRIVATE_NAMES = {
         "padded_sharded_param_size", "queue_callback", "reduce_scatter_unused_params", "sharded_param",
     },
     "tests/ranks/preload.py": {"_dynamo"},
+    "tests/stand_in/device.py": {"_is_in_bad_fork", "_register_device_module"},
+    "tests/stand_in/placement.py": {"_device"},
     "tests/unit/test_kernel_cache.py": {"_cache"},  # numba's
 }  # fmt: skip
 NAMED_TUPLE = {"_replace", "_make", "_asdict", "_fields"}

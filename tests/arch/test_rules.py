@@ -146,6 +146,8 @@ BENEATH_THE_SURFACE = {
     "flexdemo/gradients.py": {"flexcomm.bootstrap.consistency"},
     # States become elements and back, once, on the host: by the reference's transform, which nothing else is to use.
     "flexdemo/checkpoint.py": {"flexcomm.kernels.reference.transform"},
+    # Streams and futures of torch's own hooks, which know their devices.
+    "flexdemo/hooks/": {"flexcomm.device"},
 }
 
 

@@ -64,7 +64,7 @@ def batch(world: World, step: int) -> Tensor:
 @cache
 def mesh_of(world: World) -> DeviceMesh:
     """Return the ranks of this node. All ranks make the mesh of all, once: its groups stay as long as the process."""
-    mesh = DeviceMesh("cpu", world.topology.members, mesh_dim_names=("replicate", "shard"))
+    mesh = DeviceMesh(torch.get_default_device().type, world.topology.members, mesh_dim_names=("replicate", "shard"))
     return mesh["shard"]
 
 
@@ -81,9 +81,9 @@ def flat_sharded(world: World, **options: Any) -> FullyShardedDataParallel:
     model, group = make_model(), mesh_of(world).get_group()
     for number in (0, 1):
         model[number] = FullyShardedDataParallel(
-            model[number], process_group=group, device_id=torch.device("cpu"), **options
+            model[number], process_group=group, device_id=torch.get_default_device(), **options
         )
-    return FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"), **options)
+    return FullyShardedDataParallel(model, process_group=group, device_id=torch.get_default_device(), **options)
 
 
 def backward(model: Module, world: World, step: int) -> None:
@@ -477,13 +477,19 @@ def models_that_cannot_be_exchanged_are_refused(world: World) -> None:
     with pytest.raises(InvalidArgumentError, match="belong to no unit"):
         attach_to_fsdp(partly, COMPRESSOR, world=world)
     if world.topology.local_size > 1:
-        alone = DeviceMesh("cpu", [[rank] for rank in range(world.topology.size)], mesh_dim_names=("all", "one"))
+        alone = DeviceMesh(
+            torch.get_default_device().type,
+            [[rank] for rank in range(world.topology.size)],
+            mesh_dim_names=("all", "one"),
+        )
         model = make_model()
         fully_shard(model, mesh=alone["one"])
         with pytest.raises(TopologyError, match="but this node has"):
             attach_to_fsdp(model, COMPRESSOR, world=world)
     if world.topology.nodes > 1:
-        mesh = DeviceMesh("cpu", world.topology.members, mesh_dim_names=("replicate", "shard"))
+        mesh = DeviceMesh(
+            torch.get_default_device().type, world.topology.members, mesh_dim_names=("replicate", "shard")
+        )
         model = make_model()
         fully_shard(model, mesh=mesh)
         with pytest.raises(TopologyError, match="mesh\\['shard'\\]"):

@@ -44,7 +44,7 @@ GRACE_S = 10.0
 # Longer than a law may take, so that ranks that wait for each other end by showing where.
 TIMEOUT_S = 120.0
 
-_kept: dict[Shape, RankPool] = {}
+_kept: dict[tuple[Shape, Callable[[], object] | None], RankPool] = {}
 
 
 def cases(
@@ -66,11 +66,19 @@ def cases(
     return found
 
 
-def keep(law: Callable[[World], object], shape: Shape, limit_s: float = LAW_LIMIT_S) -> None:
-    """Raise unless all ranks of a world of this shape keep ``law`` within the limit."""
-    pool = _kept.pop(shape, None) or RankPool(shape)
+def keep(
+    law: Callable[[World], object],
+    shape: Shape,
+    limit_s: float = LAW_LIMIT_S,
+    prepare: Callable[[], object] | None = None,
+) -> None:
+    """Raise unless all ranks of a world of this shape keep ``law`` within the limit.
+
+    ``prepare`` is called on each rank before it connects. Ranks are kept for laws with an equal one.
+    """
+    pool = _kept.pop((shape, prepare), None) or RankPool(shape, prepare)
     pool.keep(law, limit_s)
-    _kept[shape] = pool
+    _kept[shape, prepare] = pool
 
 
 def close_pools() -> None:
@@ -82,10 +90,12 @@ def close_pools() -> None:
 class RankPool:
     """The ranks of one shape, connected once. A pool whose law was broken is over."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, prepare: Callable[[], object] | None) -> None:
         self._shape = shape
         self._folder = tempfile.TemporaryDirectory()
-        self._ranks = start_ranks(keep_laws, shape.size, Path(self._folder.name), ranks_per_node=shape.ranks_per_node)
+        self._ranks = start_ranks(
+            keep_laws, shape.size, Path(self._folder.name), prepare, ranks_per_node=shape.ranks_per_node
+        )
         self._require_all("connecting", LAW_LIMIT_S)
 
     def keep(self, law: Callable[[World], object], limit_s: float) -> None:
@@ -129,10 +139,12 @@ def describe(failures: Sequence[Outcome], folder: Path) -> str:
     return "\n".join([text, *stacks])
 
 
-def keep_laws(pipe: Connection, folder: Path) -> None:
+def keep_laws(pipe: Connection, folder: Path, prepare: Callable[[], object] | None) -> None:
     """What every rank does. Where it hung stands in a file, because a rank that is ended cannot tell any more."""
     with (folder / f"{os.environ['RANK']}.stack").open("w") as stack:
         faulthandler.dump_traceback_later(LAW_LIMIT_S, exit=True, file=stack)
+        if prepare is not None:
+            prepare()
         with flexcomm.connect(timeout_s=TIMEOUT_S) as world:
             pipe.send((None, None))
             while (given := pipe.recv()) is not None:

@@ -94,8 +94,8 @@ def fall_silent_between_mixes(meeting: str) -> str:
     world = flexcomm.connect(timeout_s=30)
     x, schedule = torch.ones(1000), flexcomm.gossip.complete(world.topology.nodes)
     flexcomm.mix(x, schedule, 0, world=world)
-    for threads in engine_of(world).communicators.values():
-        lose_patience(*threads.transports.values())
+    for driver in engine_of(world).drivers.values():
+        lose_patience(*driver.transports.values())
     pipes = [Path(meeting) / str(rank) for rank in range(world.topology.size) if rank != LOST]
     if world.topology.rank == LOST:
         return "\n".join(pipe.read_text() for pipe in pipes)

@@ -25,9 +25,11 @@ def test_the_host_has_a_row_and_needs_no_streams() -> None:
     assert device.make_stream(HOST) is device.record_event(HOST) is None
     device.synchronize_stream(HOST, timeout_s=0.0)
     device.synchronize_event(None, timeout_s=0.0)
-    device.wait_stream(HOST, None)
-    with device.use_stream(None, None):
-        pass
+    device.order_current_stream(HOST, None)
+    device.order_stream(None)
+    assert device.switch_stream(None) is None
+    copy, copied = device.copy_to_host(torch.arange(3))
+    assert (copy.tolist(), copied) == ([0, 1, 2], None)
 
 
 @pytest.mark.parametrize(("numel", "is_large"), [(1 << 20, False), (1 << 24, True)])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexcomm.device import to_device
 from flexcomm.kernels.base import (
     STORE,
     Average,
@@ -124,7 +125,7 @@ class _BucketKernel:
         """Set fields of the job: to numbers, or the addresses of tensors, which are held."""
         for name, value in fields.items():
             if isinstance(value, Tensor):
-                self._held[name] = value = value.to(self._device)
+                self._held[name] = value = value if value.device == self._device else to_device(value, self._device)
                 value = value.data_ptr()
             self.job[name] = value
 
