@@ -5,9 +5,6 @@
 // reported unless __syncthreads or __syncwarp lies between them, or __threadfence, of two blocks. That fibers share a
 // thread orders nothing, nor that blocks come one after the other, nor do votes and shuffles, which CUDA says of them,
 // too.
-//
-// `COUNT(name)` counts how many warps pass it: between two points where all lanes of a warp meet, as many as the lane that
-// passes most often.
 
 #include <ucontext.h>
 
@@ -25,7 +22,6 @@
 #define UNROLL
 #define ROLLED
 #define GLOBAL(pointer)
-#define COUNT(name) count_pass<__COUNTER__>(#name)
 #define HIDDEN __attribute__((no_sanitize("thread"), noinline))
 
 #ifdef __SANITIZE_THREAD__
@@ -57,60 +53,7 @@ struct Index {
 static Index threadIdx, blockIdx, blockDim, gridDim;
 static unsigned* shared_words;
 
-// --- passes ----------------------------------------------------------------------------------------------------------
-
-static const unsigned MOST_THREADS = 256u, MOST_COUNTERS = 256u;
-
-// How many warps passed a mark, and how often each thread has since its warp last met.
-struct Counter {
-    const char* name;
-    u64 total;
-    bool is_passed[MOST_THREADS / 32u];
-    unsigned passes[MOST_THREADS];
-};
-
-static Counter counters[MOST_COUNTERS];
-static unsigned counters_used;
-
-template <int PLACE>
-static HIDDEN void count_pass(const char* name) {
-    static int number = -1;
-    if (number < 0) {
-        if (counters_used == MOST_COUNTERS) {
-            fprintf(stderr, "there are more than %u COUNTs\n", MOST_COUNTERS);
-            abort();
-        }
-        number = (int)counters_used++;
-        counters[number].name = name;
-    }
-    counters[number].is_passed[threadIdx.x >> 5] = true;
-    counters[number].passes[threadIdx.x]++;
-}
-
-static HIDDEN void add_passes(unsigned warp) {
-    for (unsigned number = 0u; number < counters_used; number++) {
-        Counter& counter = counters[number];
-        if (!counter.is_passed[warp]) continue;
-        counter.is_passed[warp] = false;
-        unsigned *lanes = counter.passes + 32u * warp, most = 0u;
-        for (unsigned lane = 0u; lane < 32u; lane++) {
-            if (lanes[lane] > most) most = lanes[lane];
-            lanes[lane] = 0u;
-        }
-        counter.total += most;
-    }
-}
-
-static HIDDEN void add_passes_of_block() {
-    for (unsigned warp = 0u; 32u * warp < blockDim.x; warp++) add_passes(warp);
-}
-
-extern "C" unsigned counter_count() { return counters_used; }
-extern "C" const char* count_name(unsigned number) { return counters[number].name; }
-extern "C" u64 count_value(unsigned number) { return counters[number].total; }
-extern "C" void count_reset() {
-    for (Counter& counter : counters) counter.total = 0u;
-}
+static const unsigned MOST_THREADS = 256u;
 
 // --- fibers ----------------------------------------------------------------------------------------------------------
 
@@ -145,24 +88,6 @@ static HIDDEN void switch_to_scheduler() {
     swapcontext(&fibers[own].context, &scheduler);
 }
 
-static HIDDEN void meet(Meeting& meeting, unsigned members) {
-    unsigned times = meeting.times;
-    progress++;
-    if (++meeting.come == members) {
-        if (&meeting == &block_meeting) {
-            add_passes_of_block();
-        } else {
-            add_passes(threadIdx.x >> 5);
-        }
-        meeting.come = 0u;
-        meeting.times++;
-        return;
-    }
-    while (meeting.times == times) switch_to_scheduler();
-}
-
-static HIDDEN Meeting& own_warp() { return warp_meetings[threadIdx.x >> 5]; }
-
 // Threads that have returned are not waited for.
 static HIDDEN unsigned threads_alive() {
     unsigned alive = 0u;
@@ -170,9 +95,25 @@ static HIDDEN unsigned threads_alive() {
     return alive;
 }
 
+static HIDDEN void meet(Meeting& meeting) {
+    unsigned times = meeting.times;
+    progress++;
+    meeting.come++;
+    // Others may return while this one waits.
+    while (meeting.times == times && meeting.come < (&meeting == &block_meeting ? threads_alive() : 32u)) {
+        switch_to_scheduler();
+    }
+    if (meeting.times == times) {
+        meeting.come = 0u;
+        meeting.times++;
+    }
+}
+
+static HIDDEN Meeting& own_warp() { return warp_meetings[threadIdx.x >> 5]; }
+
 static void __syncthreads() {
     __tsan_release(&block_meeting);
-    meet(block_meeting, threads_alive());
+    meet(block_meeting);
     __tsan_acquire(&block_meeting);
 }
 
@@ -184,7 +125,7 @@ static HIDDEN bool any_of_block(bool mine) {
     }
     unsigned own = turn;
     block_flags[own] |= mine;
-    meet(block_meeting, threads_alive());
+    meet(block_meeting);
     return block_flags[own] != 0u;
 }
 
@@ -197,7 +138,7 @@ static bool __syncthreads_or(bool mine) {
 
 static void __syncwarp() {
     __tsan_release(&own_warp());
-    meet(own_warp(), 32u);
+    meet(own_warp());
     __tsan_acquire(&own_warp());
 }
 
@@ -206,9 +147,9 @@ template <class Word, class Read>
 static HIDDEN auto exchange(Word* all, Word mine, Read read) {
     Word* warp = all + (threadIdx.x & ~31u);
     warp[threadIdx.x & 31u] = mine;
-    meet(own_warp(), 32u);
+    meet(own_warp());
     auto found = read(warp);
-    meet(own_warp(), 32u);
+    meet(own_warp());
     return found;
 }
 
@@ -373,7 +314,6 @@ static HIDDEN bool run_block(u32 threads, u64 shared_nbytes, u32 seed) {
             abort();
         }
     }
-    add_passes_of_block();
     bool within = true;
     for (u64 at = words; at < words + GUARD_WORDS; at++) within = within && shared_words[at] == POISON;
     return within;
