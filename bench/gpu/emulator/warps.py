@@ -302,5 +302,6 @@ ATOMICS: dict[str, Callable[[int, int], int]] = {
     "OR": int.__or__,
     "AND": int.__and__,
     "EXCH": lambda _, value: value,
+    "INC": lambda there, limit: 0 if there >= limit else there + 1,
 }
 """What atomic operations make of what is there and what a lane gives, both without sign."""
