@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ FLAGS = (
     *("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unused-function"),
 )
+_LAUNCHING = threading.Lock()
+"""One launch at a time: all fibers of a library share its variables."""
 _POINTED_TO = ("Tensor", "Section", "Operand", "Place", "Term")
 
 
@@ -69,5 +72,7 @@ class HostLauncher:
         argument = ctypes.create_string_buffer(job.tobytes(), job.nbytes)
         asked = ctypes.c_uint32(grid), ctypes.c_uint32(threads), ctypes.c_uint64(shared_nbytes)
         given = argument, ctypes.c_uint64(job.nbytes), ctypes.c_uint32(self._seed)
-        if not launch(kernel, *asked, *given):
+        with _LAUNCHING:
+            is_done = launch(kernel, *asked, *given)
+        if not is_done:
             raise AssertionError(f"{name} wrote beyond the {shared_nbytes} bytes of shared memory that it asked for.")

@@ -118,8 +118,9 @@ void on_fault(int number, siginfo_t* info, void*) {
     {
         Lock lock(state().mutex);
         Block* block = find(info->si_addr);
-        if (block && block->stream < 0 && block->protection != (PROT_READ | PROT_WRITE)) {
-            is_ours = true;
+        // Another thread may have opened it by now: then trying again is enough.
+        is_ours = block && block->stream < 0;
+        if (is_ours && block->protection != (PROT_READ | PROT_WRITE)) {
             Access host{(Address)info->si_addr, (Address)info->si_addr + 1, -1, 0, block->protection != PROT_NONE,
                         block->owner, "the host", stack};
             for (const Access& one : block->accesses) {
