@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, SupportsInt
 
 import torch
 from torch import Tensor
 
-from bench.gpu.count import Launch
-from bench.gpu.cuda_on_host import CountingLauncher
+from bench.gpu.count import CountingLauncher, Launch
 from flexcomm import Compressor, Epilogue, TensorSpec, demo
 from flexcomm.codec import plan_buffer
-from flexcomm.kernels import Average, Region, StateUpdate
+from flexcomm.kernels import Average, ReferenceKernels, Region, StateUpdate
 from flexcomm.kernels.gpu import GpuKernels
 
-VERBS = ("encode", "verify", "decode")
+VERBS = ("encode", "verify", "decode", "rollback", "mix")
+_USUAL, _ENCODE, _DECODE = ("encode", "verify", "decode"), ("encode",), ("decode",)
 _UPDATE = StateUpdate(decay=0.95)
 _SIGN_STEP = Epilogue("sign_step", lr=1e-3, keep=0.999)
 _SIDE = 64
+_ALLOCATION = 512
+"""What CUDA's allocations are aligned to, in bytes."""
+_REFERENCE = ReferenceKernels()
 _BF16_VALUES = demo(k=32, chunk=_SIDE)
 
 
@@ -55,21 +58,22 @@ class Case:
         compressor: what is sent.
         average: what is decoded.
         epilogue: what decoding does with the average.
+        draw_state: what was not sent before, by chunks and coefficients.
 
     """
 
     name: str
     draw: Callable[[int, int], Tensor] = _noise
     senders: int = 2
-    verbs: tuple[str, ...] = VERBS
+    verbs: tuple[str, ...] = _USUAL
     shape: tuple[int, int] = (3 * _SIDE, 4 * _SIDE)
     dtype: torch.dtype = torch.float32
     compressor: Compressor = _BF16_VALUES
     average: Average = "nodes"
     epilogue: Epilogue = _SIGN_STEP
+    draw_state: Callable[[int, int], Tensor] = torch.zeros
 
 
-_ENCODE, _DECODE = ("encode",), ("decode",)
 CASES = (
     Case("white noise, 2 nodes, sign step"),
     Case("8 nodes", senders=8, verbs=("verify", "decode")),
@@ -94,33 +98,66 @@ class Measured(NamedTuple):
 
     launches: Mapping[str, list[Launch]]
     needed_nbytes: Mapping[str, int]
-    chunks: int
+    chunks: float
     numel: int
 
 
 def run_case(case: Case, launcher: CountingLauncher) -> Measured:
-    """Run a case's verbs on the host."""
+    """Run a case's verbs on the host, and require what they leave to have the bits of the reference."""
     kernels = GpuKernels(launcher)
-    x = case.draw(*case.shape).to(case.dtype)
+    tensor = case.draw(*case.shape).to(case.dtype)
     plan = plan_buffer([TensorSpec("x", case.shape, case.dtype)], case.compressor)
-    words = torch.zeros(case.senders, plan.nwords, dtype=torch.int32)
-    launches: dict[str, list[Launch]] = {}
-    for sender in words:
-        state = torch.zeros(plan.plans[0].state_shape)
-        launcher.counted = []
-        int(kernels.encoder(plan, sender).encode_([x], [state], [state], _UPDATE, step=0, sequence=0))
-        launches.setdefault("encode", launcher.counted)
+    x, state = _aligned(tensor), _aligned(case.draw_state(*plan.plans[0].state_shape))
+    expected_state = state.clone()
+    words, expected = (_aligned(torch.zeros(case.senders, plan.nwords, dtype=torch.int32)) for _ in range(2))
+    launches = {verb: list[Launch]() for verb in VERBS}
+
+    def run(verb: str, work: Callable[[], SupportsInt | None]) -> None:
+        launcher.launches = launches[verb]
+        status = work()
+        if status is not None and int(status):
+            raise AssertionError(f"{verb} of {case.name} left the status {int(status)}.")
+
+    encoder = kernels.encoder(plan, words[0])
+    reference = _REFERENCE.encoder(plan, expected[0])
+    run("encode", lambda: encoder.encode_([x], [state], [state], _UPDATE, step=0, sequence=0))
+    reference.encode_([tensor], [expected_state], [expected_state], _UPDATE, step=0, sequence=0)
+    expected[1:] = expected[0]
+    words[1:] = words[0]
+    _require_equal(case, "encode", (words, expected), (state, expected_state))
+    if "rollback" in case.verbs:
+        run("rollback", lambda: encoder.rollback_([x], [state], _UPDATE, step=0))
+        reference.rollback_([tensor], [expected_state], _UPDATE, step=0)
+        _require_equal(case, "rollback", (state, expected_state))
     regions = [Region(f"node {number}", number * plan.nwords, plan.nwords) for number in range(case.senders)]
-    decoder = kernels.decoder(plan, words.view(-1), regions)
-    launcher.counted = []
-    int(decoder.verify(step=0, sequence=0))
-    launches["verify"], launcher.counted = launcher.counted, []
-    decoder.decode_([x], step=0, average=case.average, epilogue=case.epilogue)
-    launches["decode"] = launcher.counted
-    payloads = case.senders * plan.nbytes
+    decoder, decoder_by_reference = (one.decoder(plan, words.view(-1), regions) for one in (kernels, _REFERENCE))
+    run("verify", lambda: decoder.verify(step=0, sequence=0))
+    run("decode", lambda: decoder.decode_([x], step=0, average=case.average, epilogue=case.epilogue))
+    decoder_by_reference.decode_([tensor], step=0, average=case.average, epilogue=case.epilogue)
+    _require_equal(case, "decode", (x, tensor))
+    if "mix" in case.verbs:
+        run("mix", lambda: kernels.mix_(x, 0.5, [tensor], [0.5], x) and None)
+    payloads, tensor_nbytes = case.senders * plan.nbytes, x.numel() * x.itemsize
     needed_nbytes = {
-        "encode": x.numel() * (x.itemsize + 2 * state.itemsize) + plan.nbytes,
+        "encode": tensor_nbytes + 2 * state.nbytes + plan.nbytes,
         "verify": payloads,
-        "decode": 2 * x.numel() * x.itemsize + payloads,
+        "decode": (1 if case.epilogue.kind == "store" else 2) * tensor_nbytes + payloads,
+        "rollback": tensor_nbytes + 2 * state.nbytes + plan.nbytes,
+        "mix": 3 * tensor_nbytes,
     }
-    return Measured(launches, needed_nbytes, plan.plans[0].chunks, x.numel())
+    return Measured(launches, needed_nbytes, state.numel() / _SIDE**2, x.numel())
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Return a copy that begins where an allocation on a device may begin."""
+    octets = torch.zeros(tensor.nbytes + _ALLOCATION, dtype=torch.uint8)
+    first = -octets.data_ptr() % _ALLOCATION
+    return octets[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _require_equal(case: Case, verb: str, *pairs: tuple[Tensor, Tensor]) -> None:
+    for got, expected in pairs:
+        if not torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)):
+            raise AssertionError(
+                f"{verb} of {case.name} differs from the reference: the counts are those of a mistake."
+            )

@@ -1,209 +1,123 @@
-"""Instructions, barriers and bytes of a kernel: instructions of every basic block, times how often it executes.
+"""A launcher that runs kernels as they were compiled, instruction by instruction on the host, and counts.
 
-Machine code says which instructions there are, and of which lines; the kernel run on the host says how often warps pass
-the regions of its text (``COUNT(name)``). What branches and loops the compiler left decides the rest.
+Machine code where ``nvdisasm`` is installed, else PTX. Nothing is estimated here: every branch is taken as the data has
+it, and every address is the one that a lane asks for.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median_low
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from bench.gpu.accesses import find_access, find_pipe, find_same_addresses
-from bench.gpu.flow import find_executions
-from bench.gpu.machine_code import BasicBlock, Frame, Instruction, find_loops, find_reached
-from bench.gpu.regions import Region
+from bench.gpu.compile import Compiled, compile_text
+from bench.gpu.emulator.ptx import PtxKernel
+from bench.gpu.emulator.sass.code import disassemble, find_nvdisasm
+from bench.gpu.emulator.sass.kernel import SassKernel
+from bench.gpu.emulator.warps import LANES, Work
+from bench.gpu.pipes import find_pipe
+from flexcomm.kernels.gpu import OPTIONS, GpuKernels, kernel_text
 
-_TOLERATED = 0.05
+if TYPE_CHECKING:
+    import torch
+
+    from flexcomm.kernels.gpu.tables import Record
+
+
+class Kernel(Protocol):
+    """A kernel that the host runs."""
+
+    @property
+    def opcodes(self) -> Sequence[str]: ...
+
+    def run(self, grid: int, threads: int, shared_nbytes: int, argument: bytes) -> Work: ...
 
 
 class Launch(NamedTuple):
-    """A kernel that ran on the host: its blocks, and how many of their warps passed each region."""
+    """A kernel that ran: its blocks, and what their warps did."""
 
     kernel: str
     blocks: int
-    warps_per_block: int
-    passes: Mapping[str, int]
-    shared_nbytes: int = 0
-    """Shared memory that a block asks for at its launch."""
+    threads: int
+    shared_nbytes: int
+    opcodes: Sequence[str]
+    work: Work
 
     @property
-    def warps(self) -> int:
-        """Return the number of warps."""
-        return self.blocks * self.warps_per_block
+    def warps_per_block(self) -> int:
+        """Return how many warps a block has."""
+        return -(-self.threads // LANES)
 
 
-@dataclass
-class Count:
-    """What all warps of a launch do together; ``notes`` say what the count does not know."""
+class Count(NamedTuple):
+    """What launches cost. Of ``pipes``, LSU counts wavefronts; ``barriers`` are those that a block passes."""
 
-    issued: float = 0.0
-    pipes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    regions: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    barriers: float = 0.0
-    loaded_nbytes: float = 0.0
-    stored_nbytes: float = 0.0
-    notes: list[str] = field(default_factory=list)
+    issued: int
+    pipes: Counter[str]
+    barriers: int
+    loaded_nbytes: int
+    stored_nbytes: int
 
 
-class Scope(NamedTuple):
-    """A region as it was inlined: the lines that called it, outermost first, and the region."""
+def count(launches: Sequence[Launch]) -> Count:
+    """Return what launches cost together."""
+    pipes = Counter[str]()
+    for launch in launches:
+        for opcode, executed in zip(launch.opcodes, launch.work.executed, strict=True):
+            pipes[find_pipe(opcode)] += executed
+    pipes["LSU"] = sum(launch.work.wavefronts for launch in launches)
+    return Count(
+        sum(sum(launch.work.executed) for launch in launches),
+        pipes,
+        sum(launch.work.barriers for launch in launches),
+        sum(launch.work.loaded_nbytes for launch in launches),
+        sum(launch.work.stored_nbytes for launch in launches),
+    )
 
-    callers: tuple[Frame, ...]
-    region: Region
 
+class CountingLauncher:
+    """A launcher whose device is this machine's memory; ``launches`` are those since it was emptied.
 
-Chain = tuple[Scope, ...]
-"""The scopes around a line, outermost first. Outside of all of them every warp passes once."""
+    Args:
+        compiled: the kernels, for some architecture.
+        is_sass: run machine code, where it can be disassembled; else PTX.
+        shared_limit: in bytes, what a block may have.
 
-
-def count_kernel(blocks: Sequence[BasicBlock], regions: Sequence[Region], launch: Launch) -> Count:
-    """Count a launch.
-
-    An instruction is said to execute as often as warps passed the innermost region that holds its line, or the line
-    that called it; outside of the compiled loops, as often as what is around the loops of the text, for it was moved
-    out of them. All instructions of a basic block execute equally often, and warps that enter leave: see
-    :func:`find_executions`. What follows only where a warp is not converged never executes; a subroutine does as often
-    as it is called.
     """
-    count, reached = Count(), find_reached(blocks)
-    depths = _find_depths(blocks, reached)
-    chains = {id(one): _chain(one.frames, regions) for number in reached for one in blocks[number].instructions}
-    _note_unmarked_loops(blocks, depths, chains, count.notes)
-    passes = _find_passes(set(chains.values()), launch)
-    _share_among_copies(blocks, depths, chains, passes, count.notes)
-    votes = {
-        number: Counter(
-            passes[_leave_loops(chains[id(one)], depth)] for one in blocks[number].instructions if one.frames
-        )
-        for number, depth in depths.items()
-    }
-    leaves = {number for number in reached if _leaves(blocks[number])}
-    times = find_executions({n: blocks[n].successors & reached for n in reached}, leaves, votes, launch.warps)
-    against = sum(sum(abs(times[number] - said) * many for said, many in votes[number].items()) for number in reached)
-    _add_subroutines(blocks, times)
-    same_addresses = find_same_addresses(blocks)
-    for number, executed in times.items():
-        for one in blocks[number].instructions:
-            chain = chains.get(id(one))
-            where = chain[-1].region.name if chain else "-"
-            _add(count, one, executed, where, same_address=id(one) in same_addresses)
-    count.barriers /= launch.warps_per_block
-    if against > _TOLERATED * count.issued:
-        count.notes.append(f"branches contradict the lines of {against / count.issued:.0%} of the instructions")
-    return count
+
+    def __init__(self, compiled: Compiled, *, is_sass: bool = True, shared_limit: int = 96 << 10) -> None:
+        self._compiled, self._shared_limit = compiled, shared_limit
+        nvdisasm = find_nvdisasm() if is_sass else None
+        self._sass = disassemble(nvdisasm, compiled.cubin) if nvdisasm else ""
+        self.is_sass = nvdisasm is not None
+        self._kernels: dict[str, Kernel] = {}
+        self.launches: list[Launch] = []
+
+    def shared_nbytes(self, device: torch.device) -> int:  # noqa: ARG002  (there is one)
+        """Return how much shared memory a block may have."""
+        return self._shared_limit
+
+    def launch(self, name: str, device: torch.device, grid: int, threads: int, shared_nbytes: int, job: Record) -> None:  # noqa: ARG002
+        """Run a kernel, block by block."""
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            kernel = self._kernels[name] = self._load(name)
+        work = kernel.run(grid, threads, shared_nbytes, job.tobytes())
+        self.launches.append(Launch(name, grid, threads, shared_nbytes, kernel.opcodes, work))
+
+    def _load(self, name: str) -> Kernel:
+        if self.is_sass:
+            return SassKernel(self._sass, name, self._compiled.cubin)
+        return PtxKernel(self._compiled.ptx, name)
 
 
-def _add(count: Count, one: Instruction, executed: float, where: str, *, same_address: bool) -> None:
-    access, pipe = find_access(one, same_address=same_address), find_pipe(one)
-    count.issued += executed
-    count.pipes["issued"] += executed
-    count.pipes[pipe] += executed * (access.wavefronts if pipe == "LSU" else 1)
-    count.regions[where] += executed
-    count.barriers += executed * one.opcode.startswith(("BAR.SYNC", "bar.sync", "barrier.sync"))
-    count.loaded_nbytes += executed * access.loaded_nbytes
-    count.stored_nbytes += executed * access.stored_nbytes
+@cache
+def compile_kernels(capability: str) -> Compiled:
+    """Return the library's kernels."""
+    return compile_text("flexcomm.cu", kernel_text(), capability, OPTIONS)
 
 
-def _chain(frames: Sequence[Frame], regions: Sequence[Region]) -> Chain:
-    scopes, callers = list[Scope](), tuple[Frame, ...]()
-    for file, line in reversed(frames):
-        scopes += [Scope(callers, one) for one in regions if one.file == file and one.first <= line <= one.last]
-        callers = (*callers, (file, line))
-    return tuple(scopes)
-
-
-def _find_passes(chains: Iterable[Chain], launch: Launch) -> dict[Chain, float]:
-    """Return how often warps pass each chain of scopes.
-
-    A region that was inlined at several places has one number of passes for all: it is shared out as often as what is
-    around each place is passed. What is no loop cannot be passed more often than what is around it: then there are
-    several copies of it in a row.
-    """
-    known = {chain[:length] for chain in chains for length in range(len(chain) + 1)} | {()}
-    passes: dict[Chain, float] = {(): float(launch.warps)}
-
-    def find(chain: Chain) -> float:
-        if chain not in passes:
-            region, around = chain[-1].region, find(chain[:-1])
-            everywhere = sum(find(one[:-1]) for one in known if one and one[-1].region == region)
-            share = launch.passes.get(region.name, 0) * around / everywhere if everywhere else 0.0
-            passes[chain] = share if region.loop else min(share, around)
-        return passes[chain]
-
-    for chain in known:
-        find(chain)
-    return passes
-
-
-def _loops_of(chain: Chain) -> int:
-    return sum(scope.region.loop for scope in chain)
-
-
-def _leave_loops(chain: Chain, depth: int) -> Chain:
-    """Return the scopes around a line, without those in more than ``depth`` loops."""
-    while _loops_of(chain) > depth:
-        chain = chain[:-1]
-    return chain
-
-
-def _find_depths(blocks: Sequence[BasicBlock], reached: set[int]) -> dict[int, int]:
-    """Return in how many loops each block is."""
-    depths = dict.fromkeys(reached, 0)
-    for depth, loop in find_loops(blocks, reached):
-        depths |= dict.fromkeys(loop, depth)
-    return depths
-
-
-def _note_unmarked_loops(
-    blocks: Sequence[BasicBlock], depths: Mapping[int, int], chains: Mapping[int, Chain], notes: list[str]
-) -> None:
-    for depth, loop in find_loops(blocks, depths):
-        inside = [one for number in loop for one in blocks[number].instructions if one.frames]
-        if all(_loops_of(chains[id(one)]) < depth for one in inside):
-            lines = Counter(one.frames[-1] for one in inside)
-            where = "{}:{}".format(*lines.most_common(1)[0][0]) if lines else "no line"
-            notes.append(f"a loop at {where} has no COUNT: counted as one round")
-
-
-def _share_among_copies(
-    blocks: Sequence[BasicBlock],
-    depths: Mapping[int, int],
-    chains: Mapping[int, Chain],
-    passes: dict[Chain, float],
-    notes: list[str],
-) -> None:
-    """Share the rounds of a loop among the copies of its body that the compiler made, in the loop and before it.
-
-    Copies are found as equal instructions of one line: most of those in the loop are there as often as the body is.
-    """
-    inside: dict[Chain, Counter[tuple[str, tuple[Frame, ...]]]] = {}
-    outside: Counter[tuple[str, tuple[Frame, ...]]] = Counter()
-    for number, depth in depths.items():
-        for one in blocks[number].instructions:
-            chain = chains[id(one)]
-            if chain and chain[-1].region.loop:
-                found = inside.setdefault(chain, Counter()) if depth >= _loops_of(chain) else outside
-                found[one.opcode, one.frames] += 1
-    for chain, alike in inside.items():
-        copies, peeled = median_low(alike.values()), median_low(outside[one] for one in alike)
-        passes[chain] = max(0.0, passes[chain] - peeled * passes[chain[:-1]]) / copies
-        if copies > 1 and passes[chain]:
-            notes.append(f"the loop {chain[-1].region.name} has {copies} copies of its body: each had as many rounds")
-
-
-def _leaves(block: BasicBlock) -> bool:
-    return not block.successors or any(one.opcode in ("EXIT", "ret", "exit") for one in block.instructions)
-
-
-def _add_subroutines(blocks: Sequence[BasicBlock], times: dict[int, float]) -> None:
-    """Add the blocks of every subroutine, as often as the calls execute."""
-    called: defaultdict[str, float] = defaultdict(float)
-    for number, executed in times.items():
-        called[blocks[number].calls] += executed
-    for number, block in enumerate(blocks):
-        for label in called.keys() & set(block.labels):
-            times |= dict.fromkeys(find_reached(blocks, number), called[label])
+def emulated_kernels(capability: str, *, is_sass: bool = True) -> GpuKernels:
+    """Return the library's kernels as they are run here, on the host's tensors."""
+    return GpuKernels(CountingLauncher(compile_kernels(capability), is_sass=is_sass))

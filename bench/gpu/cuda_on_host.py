@@ -6,12 +6,9 @@ import ctypes
 import re
 import subprocess
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.gpu.count import Launch
-from bench.gpu.devices import WARP
 from flexcomm.kernels.gpu import kernel_text, tables
 
 if TYPE_CHECKING:
@@ -54,8 +51,6 @@ class HostLauncher:
 
     def __init__(self, library: Path, shared_limit: int = 96 << 10, seed: int = 0, device_type: str = "cpu") -> None:
         self.library = ctypes.CDLL(str(library))
-        self.library.count_value.restype = ctypes.c_uint64
-        self.library.count_name.restype = ctypes.c_char_p
         self._shared_limit, self._seed, self._device_type = shared_limit, seed, device_type
         self.launches: list[str] = []
 
@@ -81,25 +76,3 @@ class HostLauncher:
             is_done = launch(kernel, *asked, *given)
         if not is_done:
             raise AssertionError(f"{name} wrote beyond the {shared_nbytes} bytes of shared memory that it asked for.")
-
-
-class CountingLauncher(HostLauncher):
-    """A launcher that also counts: ``counted`` are the launches since it was emptied."""
-
-    def __init__(self, library: Path, shared_limit: int = 96 << 10, seed: int = 0) -> None:
-        super().__init__(library, shared_limit, seed)
-        self.counted: list[Launch] = []
-
-    def launch(self, name: str, device: torch.device, grid: int, threads: int, shared_nbytes: int, job: Record) -> None:
-        self.library.count_reset()
-        super().launch(name, device, grid, threads, shared_nbytes, job)
-        self.counted.append(Launch(name, grid, -(-threads // WARP), take_passes(self.library), shared_nbytes))
-
-
-def take_passes(library: ctypes.CDLL) -> dict[str, int]:
-    """Return how many warps passed each ``COUNT(name)`` since the last call; one name may stand at several places."""
-    passes: Counter[str] = Counter()
-    for number in range(library.counter_count()):
-        passes[library.count_name(number).decode()] += library.count_value(number)
-    library.count_reset()
-    return dict(passes)

@@ -278,6 +278,7 @@ BIN_SHIFT = 16
 BINS = 1 << 15
 
 
+@lru_cache(maxsize=256)
 def threshold_bits(tau: float) -> int:
     """Return a threshold as the bits of a float32 without sign; one beyond all float32 is infinite."""
     return int(torch.tensor(tau, dtype=torch.float32).abs().view(torch.int32))

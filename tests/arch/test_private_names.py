@@ -31,6 +31,7 @@ PRIVATE_NAMES = {
     "tests/stand_in/device.py": {"_is_in_bad_fork", "_register_device_module"},
     "tests/stand_in/placement.py": {"_device"},
     "tests/unit/test_kernel_cache.py": {"_cache"},  # numba's
+    "tests/unit/test_sync_gpu_budgets.py": {"_python_dispatch"},
 }  # fmt: skip
 NAMED_TUPLE = {"_replace", "_make", "_asdict", "_fields"}
 OF_OTHER_LIBRARIES = {"_Environ", "_local_world_size", "_value_"}

@@ -14,7 +14,6 @@ extern "C" __global__ void OF_CHUNKS encode(const Job job) {
         sum = encode_tiles(job, t, at, place);
         if (threadIdx.x >= 32u) return;  // the first warp has the whole sum
     } else {
-        COUNT(blocks);
         sum = encode_blocks(job, t, at, place.chunk);
         if (job.sections) return;
         if (threadIdx.x >= 32u) {
@@ -45,7 +44,6 @@ __device__ void decode_block(const Job& job) {
     if (t.is_tiled) {
         decode_tile<EPILOGUE>(job, t, at, place);
     } else {
-        COUNT(blocks);
         decode_blocks<EPILOGUE>(job, t, at, place.chunk);
     }
 }

@@ -56,8 +56,8 @@ _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float6
 _WORDS_OF_BLOCK = 2048
 """The words that a block of ``verify`` or ``seal`` adds up to a checksum."""
 _MIX_THREADS, _MIX_ELEMENTS, _MIX_BLOCKS = 256, 8, 1024
-_NOTHING_FOUND = (-1, 0)
-"""A tally of ``bucket.cuh`` at rest: the bits of no problem, no checksum and no blocks so far."""
+_NOTHING_FOUND = -1
+"""What a tally of ``bucket.cuh`` begins with, at rest: the bits of no problem. The rest of it is 0."""
 
 
 class Launcher(Protocol):
@@ -118,14 +118,16 @@ class _BucketKernel:
         self._held: dict[str, Tensor] = {}
         self._operands = np.zeros(max(1, len(plan.plans)), OPERAND)
         self._uploaded = b""
-        self.set(words=words, status=self._integers(1), tally=torch.tensor(_NOTHING_FOUND * senders))
+        tally = self._integers(2 * senders)
+        tally[::2] = _NOTHING_FOUND
+        self.set(words=words, status=self._integers(1), tally=tally)
         self.set(senders=senders, tensor_count=len(plan.plans), is_variable_length=plan.variable_length)
 
     def set(self, **fields: Any) -> None:
-        """Set fields of the job: to numbers, or the addresses of tensors, which are held."""
+        """Set fields of the job: to numbers, or the addresses of tensors of the device, which are held."""
         for name, value in fields.items():
             if isinstance(value, Tensor):
-                self._held[name] = value = value if value.device == self._device else to_device(value, self._device)
+                self._held[name] = value
                 value = value.data_ptr()
             self.job[name] = value
 
@@ -167,18 +169,17 @@ class GpuEncoder(_BucketKernel):
     def __init__(self, launcher: Launcher, plan: BufferPlan, words: Tensor) -> None:
         super().__init__(launcher, plan, words, senders=1)
         most = launcher.shared_nbytes(self._device)
-        self._tables = tables = BucketTables(plan, plan.plans, self._device, most, by_word=True)
+        tiled = not plan.variable_length
+        self._tables = tables = BucketTables(plan, plan.plans, self._device, most, by_word=True, tiled=tiled)
         # Chunks go back without registers, whatever their shape.
         self._plain_tables = BucketTables(plan, plan.plans, self._device, most, by_word=False, tiled=False)
         used = HEADER_NWORDS + sum(layout.nwords for layout in plan.layouts)
         self.set(refused=self._integers(max(1, tables.chunks), torch.uint8), nwords=plan.nwords, used_words=used)
-        self._scratch: dict[int, Tensor] = {}
         if tables.variables:
             count, counted = partial(self._integers, dtype=torch.int32), tables.counted
             self.set(totals=count(2 + 2 * tables.variables), counts=count(2 * counted), bins=count(1))
             self.set(before=count(counted + tables.variables), counted=counted, variables=tables.variables)
-            sections = torch.zeros(len(plan.plans) * SECTION.itemsize, dtype=torch.uint8)
-            self.set(sections=sections)
+            self.set(sections=self._integers(len(plan.plans) * SECTION.itemsize, torch.uint8))
             self.job["placed"] = self.job["sections"]
             own = [
                 places for places, one in zip(tables.places_by_tensor, plan.plans, strict=True) if one.variable_count
@@ -227,7 +228,7 @@ class GpuEncoder(_BucketKernel):
         for checksum in (0, None):
             octets = header.pack(words.nbytes - HEADER_NBYTES, checksum_of(words) if checksum is None else checksum)
             words[:HEADER_NWORDS] = np.frombuffer(octets, np.int32)
-        self._words[: words.size].copy_(torch.from_numpy(words))
+        self._words[: words.size].copy_(to_device(torch.from_numpy(words), self._device))
 
     def _start(self, name: str, tables: BucketTables | None = None) -> None:
         tables = tables or self._tables
@@ -281,7 +282,7 @@ class GpuDecoder(_BucketKernel):
         self._most_shared = launcher.shared_nbytes(self._device)
         self._tables: dict[bool, BucketTables] = {}
         self._is_verified = False
-        starts = torch.tensor([[region.start, region.nwords] for region in regions])
+        starts = upload(np.array([[region.start, region.nwords] for region in regions], np.int64), self._device)
         groups = [np.arange(0, one.chunks, THREADS) for one in plan.plans]
         places = np.zeros(sum(map(len, groups)), PLACE)
         places["chunk"] = np.concatenate([*groups, np.zeros(0)])
@@ -294,7 +295,7 @@ class GpuDecoder(_BucketKernel):
             tables = self._tables_for(tiled=False)
             each = tables.counted + tables.variables
             self.set(before=self._integers(len(regions) * each, torch.int32), counted=tables.counted)
-            sections = torch.zeros(len(regions) * len(plan.plans) * SECTION.itemsize, dtype=torch.uint8)
+            sections = self._integers(len(regions) * len(plan.plans) * SECTION.itemsize, torch.uint8)
             self.set(sections=sections, variables=tables.variables)
             self.job["placed"] = self.job["sections"]
 
@@ -309,7 +310,7 @@ class GpuDecoder(_BucketKernel):
 
     def decode_(self, outputs: Tensors, *, step: int, average: Average, epilogue: Epilogue = STORE) -> None:
         divisor = self._divisor if average == "nodes" else 0
-        can_count = divisor or len(self._held["starts"]) <= MOST_COUNTED_SENDERS
+        can_count = divisor or int(self.job["senders"][0]) <= MOST_COUNTED_SENDERS
         tiled = bool(can_count) and torch.float64 not in [out.dtype for out in outputs]
         tables, plans = self._tables_for(tiled=tiled), self._decoded_as.plans
         # Kernels write contiguous memory only.
@@ -327,6 +328,7 @@ class GpuDecoder(_BucketKernel):
                 out.detach().copy_(contiguous)
 
     def _tables_for(self, *, tiled: bool) -> BucketTables:
+        tiled = tiled and not self._plan.variable_length
         if tiled not in self._tables:
             decoded_as = self._decoded_as.plans
             self._tables[tiled] = BucketTables(

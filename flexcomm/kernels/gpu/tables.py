@@ -91,7 +91,8 @@ class BucketTables:
         device: where the tables are.
         shared_nbytes: the shared memory that a block may have.
         by_word: no two blocks write to one word of a buffer.
-        tiled: chunks of 64 x 64 may be worked on in registers.
+        tiled: chunks of 64 x 64 may be worked on in registers; not where lengths vary, for then payloads are elsewhere
+            in every buffer, and only ``blocks.cuh`` looks them up.
 
     """
 
@@ -103,10 +104,8 @@ class BucketTables:
         shared_nbytes: int,
         *,
         by_word: bool,
-        tiled: bool = True,
+        tiled: bool,
     ) -> None:
-        # Where lengths vary, payloads are elsewhere in every buffer, and only `blocks.cuh` looks them up.
-        tiled = tiled and not layouts.variable_length
         self.is_tiled = [
             tiled and is_tileable(plan, layout) for plan, layout in zip(plans, layouts.layouts, strict=True)
         ]
@@ -267,7 +266,7 @@ def load_transform(length: int, device: torch.device, *, inverse: bool) -> tuple
     steps[:, :3] = program.steps[order]
     steps[:, 4:] = program.factors[order].view(np.int32)
     lists = [program.inputs, program.outputs, bounds]
-    # The steps come first: the kernel reads them aligned.
+    # The steps come first: the kernel reads them aligned. The copy is waited for: other streams do not come after it.
     memory = torch.from_numpy(np.concatenate([steps.reshape(-1), *lists])).to(device)
     begins = np.cumsum([steps.size, *(part.size for part in lists)]) * WORD_NBYTES + memory.data_ptr()
     transform = np.zeros((), TRANSFORM)

@@ -48,7 +48,6 @@ __device__ bool load_some(float (&v)[64], const void* memory, u32 element, i64 a
     float* own = tile_floats() + threadIdx.x;
     bool fits = true;
     for (u32 i = 0u; i < SIDE; i++) {
-        COUNT(load_row);
         own[i * PITCH] = i < rows ? read<float>(memory, element, at + i * cols) : 0.0f;
         // What is below the bound as a double may be rounded to it.
         if (i < rows && element == DOUBLE) {
@@ -68,16 +67,12 @@ __device__ float load_any_column(float (&v)[64], const Tensor& t, const Operand&
     const char* column = (const char*)at.memory + first * nbytes;
     bool fits = true;
     if (rows == SIDE && element == FLOAT) {
-        COUNT(load_float);
         load_column<FLOAT>(v, column, pitch);
     } else if (rows == SIDE && element == BFLOAT16) {
-        COUNT(load_bf16);
         load_column<BFLOAT16>(v, column, pitch);
     } else if (rows == SIDE && element == HALF) {
-        COUNT(load_fp16);
         load_column<HALF>(v, column, pitch);
     } else {
-        COUNT(load_some);
         fits = load_some(v, at.memory, element, first, t.cols, rows);
     }
     float largest = 0.0f;
@@ -106,7 +101,6 @@ __device__ u32 find_floor(const u32* tile, u32 k, u32 lane, u32* largest) {
     u32 middle = best > 6u << 23 ? best - (6u << 23) : high >> 1;
     if (k > SIDE * MAXIMA) return 0u;
     while (high - low > 1u) {
-        COUNT(floor_trip);
         u32 mine = 0u;
         UNROLL for (u32 i = 0u; i < 2u * MAXIMA; i++) mine += maxima[i] >= middle;
         u32 reaching = add_lanes(mine);
@@ -171,7 +165,6 @@ __device__ u32 narrow(const float (&v)[64], u32 k, u32 most, u32* low, u32* high
     // The first bound decides on ties, and on zeros.
     u32 turn = 0u, middle = *low + 1u, above = 0u;
     while (total > most && *high - *low > 1u) {
-        COUNT(narrow_trip);
         float bound = __uint_as_float(middle);
         u32 mine = 0u;
         UNROLL for (u32 i = 0u; i < SIDE; i++) mine += fabsf(v[i]) >= bound;
@@ -191,13 +184,11 @@ __device__ u32 narrow(const float (&v)[64], u32 k, u32 most, u32* low, u32* high
     }
     __syncthreads();
     if (total <= most) {
-        COUNT(narrow_scan);
         scan(v, *low, tile, warp, lane);
         __syncthreads();
         bitmap = read_bitmap(tile, lane);
         return total;
     }
-    COUNT(narrow_ties);
     scan(v, *high, tile, warp, lane);
     __syncthreads();
     Bitmap larger = read_bitmap(tile, lane);
@@ -216,7 +207,6 @@ __device__ void list_candidates(const Bitmap& bitmap, u32* list, u32 lane) {
     u32 entry = before_lane(bitmap.count(), lane);
     UNROLL for (u32 i = 0u; i < 4u; i++) {
         for (u32 word = bitmap.words[i]; word; word &= word - 1u) {
-            COUNT(list_trip);
             list[entry++] = (4u * lane + i) * 32u + __ffs(word) - 1u;
         }
     }
@@ -234,11 +224,9 @@ __device__ void choose(u32* list, const float* state, u32 total, u32 k, u32 low,
     u32 first = lane < total ? magnitude_slot(lane) : 0u, second = lane + 32u < total ? magnitude_slot(lane + 32u) : 0u;
     u32 reaching = total;
     while (reaching != k && high - low > 1u) {
-        COUNT(choose_trip);
         u32 middle = low + ((high - low) >> 1);
         u32 found = __popc(__ballot_sync(ALL, first >= middle)) + __popc(__ballot_sync(ALL, second >= middle));
         for (u32 entry = lane + 64u; entry - lane < total; entry += 32u) {
-            COUNT(choose_more);
             found += __popc(__ballot_sync(ALL, entry < total && magnitude_slot(entry) >= middle));
         }
         if (found >= k) {
@@ -250,7 +238,6 @@ __device__ void choose(u32* list, const float* state, u32 total, u32 k, u32 low,
     }
     u32 ties = k, chosen = 0u, below = (1u << lane) - 1u;
     if (reaching != k) {
-        COUNT(choose_ties);
         for (u32 entry = lane; entry - lane < total; entry += 32u) {
             ties -= __popc(__ballot_sync(ALL, entry < total && magnitude_slot(entry) >= high));
         }
@@ -258,7 +245,6 @@ __device__ void choose(u32* list, const float* state, u32 total, u32 k, u32 low,
         high = low;
     }
     for (u32 entry = lane; entry - lane < total; entry += 32u) {
-        COUNT(choose_entries);
         u32 index = entry < total ? list[entry] : 0u, magnitude = entry < total ? magnitude_slot(entry) : 0u;
         bool larger = entry < total && magnitude >= high, equal = entry < total && magnitude >= low && !larger;
         u32 equals = __ballot_sync(ALL, equal);
@@ -292,7 +278,6 @@ __device__ Scales scale_of(const Tensor& t, const u32* list, const float* state,
     u32 largest = 0u, below = 0u;
     float sum = 0.0f;
     for (u32 entry = lane; entry < t.k; entry += 32u) {
-        COUNT(scale_trip);
         u32 magnitude = magnitude_of(state[list[entry]]);
         sum = sum + __uint_as_float(magnitude);
         largest = max(largest, magnitude);
@@ -335,7 +320,6 @@ __device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, bool ends, 
             if (t.scales == 2u) put(image, 32u * scales_at + scales.shift + 16u, codes >> 16, 16u);
         }
         for (u32 entry = lane; entry < t.k; entry += 32u) {
-            COUNT(send_trip);
             u32 index = list[entry];
             float value = state[index];
             u32 code = quantise(t.values, value, scale);
@@ -348,7 +332,6 @@ __device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, bool ends, 
     __syncwarp();
     u32 sum = 0u;
     for (u32 word = lane; word < total; word += 32u) {
-        COUNT(flush_trip);
         bool is_scale = word >= scales_at && word < values_at, is_value = word >= values_at;
         u32 number = word - (is_value ? values_at : is_scale ? scales_at : 0u);
         u32 bits_left = (is_value ? values.shift + values.bits : is_scale ? scales.shift + scales.bits
@@ -388,7 +371,6 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
     dct64(v);
     float top[MAXIMA] = {unfit, unfit, unfit, unfit};
     if (at.state) {
-        COUNT(accumulate);
         const float* before = at.state + (i64)chunk * 4096 + thread;
         GLOBAL(before);
         UNROLL for (u32 j = 0u; j < SIDE; j++) {
@@ -397,7 +379,6 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
             top[j % MAXIMA] = max_nan(top[j % MAXIMA], fabsf(y));
         }
     } else {
-        COUNT(begin_state);
         UNROLL for (u32 j = 0u; j < SIDE; j++) {
             float& y = v[OUT[j]];
             y = at.factor * y;
@@ -409,7 +390,6 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
                                        __float_as_uint(top[3])};
     bool fits = max_nan(max_nan(top[0], top[1]), max_nan(top[2], top[3])) < __uint_as_float(INFINITE);
     if (!fits) {
-        COUNT(refuse);
         atomicMin(&job.tally->problem, problem_at(unfit == 0.0f ? STATE_PROBLEM : NONFINITE_PROBLEM, t.number));
     }
     __syncthreads();
@@ -419,7 +399,6 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
     GLOBAL(state);
     if (thread == 0u) job.refused[t.first_chunk + chunk] = largest >= INFINITE;
     if (largest < INFINITE) {
-        COUNT(fits);
         UNROLL for (u32 j = 0u; j < SIDE; j++) state[j * SIDE + thread] = v[OUT[j]];
         scan(v, low, shared_words, warp, lane);
         __syncthreads();
@@ -427,18 +406,15 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
         u32 total = add_lanes(bitmap.count()), high = largest + 1u;
         u32 most = t.k <= 32u ? 64u : min(2u * t.k, MOST_CANDIDATES);
         if (total > most) {
-            COUNT(narrow);
             total = narrow(v, t.k, most, &low, &high, total, bitmap, shared_words, warp, lane);
         }
         if (warp) return 0u;
         list = shared_words + LIST_AT;
         list_candidates(bitmap, list, lane);
         if (total > t.k) {
-            COUNT(choose);
             choose(list, state, total, t.k, low, high, lane);
         }
     } else {
-        COUNT(refused);
         __syncthreads();  // the other warp may still read maxima
         if (warp) return 0u;
     }
@@ -451,7 +427,6 @@ __device__ u32 encode_tiles(const Job& job, const Tensor& t, const Operand& at, 
     ROLLED for (u32 end = min(place.chunk + t.unit, t.chunks); place.chunk < end; place.chunk++) {
         sum += encode_tile(job, t, at, place, place.chunk + 1u == end);
         if (place.chunk + 1u < end) {
-            COUNT(next_chunk);
             __syncthreads();  // the tile is used again
         }
         bool turns = place.col + SIDE >= (u32)t.cols;
@@ -469,7 +444,6 @@ __device__ void visit_tile(const Tensor& t, const u32* words, i64 bit, u32 lane,
     const u32 low = t.section.low_bits, code = t.section.code;
     if (code == PACKED) {
         for (u32 entry = lane; entry < t.k; entry += 32u) {
-            COUNT(packed_trip);
             visit(get(words, bit + entry * t.section.entry_bits, t.section.entry_bits), entry);
         }
         return;
@@ -477,7 +451,6 @@ __device__ void visit_tile(const Tensor& t, const u32* words, i64 bit, u32 lane,
     u32 ends = code == BITMAP ? 4096u : t.k + (4095u >> low), seen = 0u, below = (1u << lane) - 1u;
     i64 highs = bit + t.k * low;
     for (u32 first = 0u; first < ends; first += 32u) {
-        COUNT(high_word);
         u32 word = get(words, highs + first, min(32u, ends - first));
         if ((word >> lane) & 1u) {
             u32 entry = seen + __popc(word & below);
@@ -504,7 +477,6 @@ __device__ void add_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane
     i64 value_bit = 32 * t.section.values + (i64)chunk * (t.k * t.value_bits + t.section.value_padding);
     bool is_extreme = false;
     for (u32 sender = 0u; sender < job.senders; sender++) {
-        COUNT(sender);
         const u32* words = job.words + job.starts[2u * sender];
         GLOBAL(words);
         Scales scales = get_scales(words, t, t.section, chunk);
@@ -525,7 +497,6 @@ __device__ void add_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane
 __device__ void count_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane) {
     i64 index_bit = 32 * t.section.indices + (i64)chunk * (t.k * t.section.entry_bits + t.section.chunk_bits);
     for (u32 sender = 0u; sender < job.senders; sender++) {
-        COUNT(counted_sender);
         const u32* words = job.words + job.starts[2u * sender];
         GLOBAL(words);
         visit_tile(t, words, index_bit, lane, [&](u32 index, u32) { shared_words[index & 4095u]++; });
@@ -544,7 +515,6 @@ __device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u
     const u32 thread = threadIdx.x, lane = thread & 31u;
     u32 counts[16];
     if (!job.divisor) {
-        COUNT(contributors);
         clear_tile();
         if (thread < 32u) count_senders(job, t, chunk, lane);
         __syncthreads();
@@ -558,17 +528,14 @@ __device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u
     if (thread < 32u) add_senders(job, t, chunk, lane);
     __syncthreads();
     if (job.is_exact) {
-        COUNT(exact);
         UNROLL for (u32 j = 0u; j < SIDE; j++) v[OUT[j]] = tile[j * SIDE + thread] * job.reciprocal;
     } else if (job.divisor) {
-        COUNT(divide);
         bool is_extreme = shared_words[4096] != 0u;
         float divisor = (float)job.divisor;
         UNROLL for (u32 j = 0u; j < SIDE; j++) {
             v[OUT[j]] = divided(tile[j * SIDE + thread], divisor, job.reciprocal, is_extreme);
         }
     } else {
-        COUNT(divide_by_counts);
         UNROLL for (u32 j = 0u; j < SIDE; j++) {
             u32 count = (counts[j / 4u] >> (8u * (j % 4u))) & 0xFFu;
             float sum = tile[j * SIDE + thread];
@@ -615,7 +582,6 @@ __device__ void step_rows(const Job& job, char* memory, u64 pitch) {
     const u64 step = NUMEL * pitch;
     char *loaded = memory + down * pitch + across * NBYTES, *stored = loaded;
     ROLLED for (u32 first = 0u; first < SIDE / NUMEL; first += BATCH) {
-        COUNT(row_trip);
         Quad before[BATCH] = {};
         UNROLL for (u32 i = 0u; i < BATCH; i++, loaded += step) {
             if (EPILOGUE != STORE) before[i] = *(const Quad*)loaded;
@@ -633,7 +599,6 @@ __device__ void step_column(const Job& job, char* column, u64 pitch, u32 rows) {
     const u32 BATCH = 8u;
     const float* averages = tile_floats() + threadIdx.x;
     for (u32 first = 0u; first < rows; first += BATCH) {
-        COUNT(column_trip);
         float before[BATCH];
         UNROLL for (u32 i = 0u; i < BATCH; i++) {
             before[i] = 0.0f;
@@ -653,10 +618,8 @@ __device__ void step_tile(const Job& job, char* memory, u64 pitch, u32 rows, u32
     const u32 thread = threadIdx.x, NBYTES = ELEMENT == FLOAT ? 4u : 2u;
     GLOBAL(memory);
     if (rows == SIDE && cols >= SIDE && (((u64)memory | pitch) & 15u) == 0u) {
-        COUNT(rows);
         step_rows<EPILOGUE, ELEMENT>(job, memory, pitch);
     } else {
-        COUNT(columns);
         step_column<EPILOGUE, ELEMENT>(job, memory + thread * NBYTES, pitch, thread < cols ? rows : 0u);
     }
 }

@@ -5,7 +5,6 @@
 #ifdef __CUDACC__
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
-#define COUNT(name)  // counts, on the host, how many warps come by; see docs/gpu.md
 #define GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
 
 extern __shared__ __align__(16) unsigned int shared_words[];

@@ -1,0 +1,1 @@
+"""Compiled kernels run on the host, instruction by instruction: what they compute, and what that costs."""

@@ -1,0 +1,1 @@
+"""Machine code, as ``nvdisasm`` shows it."""
