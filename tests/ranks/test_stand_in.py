@@ -6,6 +6,7 @@ Each runs on ranks of its own, which return what was reported.
 from __future__ import annotations
 
 import re
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -155,6 +156,51 @@ def backward_on_another_stream(native: Any) -> None:
     x.grad.sum()
 
 
+def act_in_comm_thread(act: Callable[[], object]) -> None:
+    thread = threading.Thread(target=act, name="flexcomm-wait")
+    thread.start()
+    thread.join()
+
+
+def another_thread_waited(native: Any) -> None:
+    """It knows what it waited for, and tells nobody."""
+    del native
+    x = on_device() + 1
+    act_in_comm_thread(torch.accelerator.current_stream().synchronize)
+    with device.use_stream(side_stream()):
+        x.sum()
+
+
+def another_thread_waited_and_said_so(native: Any) -> None:
+    del native
+    x, done = on_device() + 1, threading.Event()
+    stream = torch.accelerator.current_stream()
+
+    def wait() -> None:
+        stream.synchronize()
+        done.set()
+
+    act_in_comm_thread(wait)
+    done.wait()
+    with device.use_stream(side_stream()):
+        x.sum()
+
+
+def another_thread_freed_what_it_waited_for(native: Any) -> None:
+    """Who gets the memory next comes after the thread that freed it."""
+    del native
+    held, side = [on_device()], side_stream()
+    with device.use_stream(side):
+        held[0].sum()
+
+    def free() -> None:
+        side.synchronize()
+        held.clear()
+
+    act_in_comm_thread(free)
+    torch.zeros(NUMEL, device=device.NAME)
+
+
 def a_kernel_without_waiting(native: Any) -> None:
     x = on_device() + 1
     with device.use_stream(side_stream()):
@@ -281,6 +327,9 @@ PROGRAMS: list[tuple[Callable[[Any], None], str]] = [
     (writes_another_part_of_what_is_read, ""),
     (two_streams_read, ""),
     (backward_on_another_stream, ""),
+    (another_thread_waited, RACE),
+    (another_thread_waited_and_said_so, ""),
+    (another_thread_freed_what_it_waited_for, ""),
     (a_kernel_without_waiting, RACE),
     (frees_what_another_stream_reads, USED_ANEW),
     (frees_what_was_recorded, ""),

@@ -18,6 +18,7 @@ from flexcomm.device import KINDS, DeviceKind
 from tests.stand_in.build import load
 from tests.stand_in.collectives import make_backend
 from tests.stand_in.kernels import StandInLauncher
+from tests.stand_in.threads import watch_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +47,7 @@ def install(device_library: Path, kernel_library: Path, devices: int) -> Any:
     # The device's own kernels, launched without CuPy.
     flexcomm.kernels._SETS["gpu"] = ("torch", "GpuKernels")
     flexcomm.kernels.gpu.kernels.CupyLauncher = partial(StandInLauncher, kernel_library, native)
+    watch_threads(native)
     return native
 
 

@@ -266,6 +266,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("rest_of_block", &rest_of_block, "The bytes from an address to the end of what was allocated; 0: not ours.");
     m.def("take_reports", &take_reports, "What was found wrong since the last call.");
     m.def("host_waits", &host_waits, "How often the host waited for something that it did not know to be done.");
+    m.def("enter_as_host", &enter_as_host, "From now on this thread knows what it waits for itself, and is told.");
+    m.def("leave_as_host", &leave_as_host);
+    m.def("host_clock", [] { return host_clock().epochs; }, "What this thread knows to be done.");
+    m.def("tell_host", [](const std::vector<uint64_t>& epochs) { tell_host(Clock{epochs}); }, "It is known here, too.");
     m.def("synchronize", &host_waits_for_all, py::call_guard<py::gil_scoped_release>());
     m.def("make_backend", [](int rank, int size, const std::string& name, py::object implementation) {
         c10::intrusive_ptr<c10d::Backend> made =

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <functional>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -53,7 +54,8 @@ struct State {
     std::mutex mutex;
     std::vector<Clock> streams{(std::size_t)MOST_DEVICES};
     std::vector<uint64_t> asked = std::vector<uint64_t>(MOST_DEVICES);
-    Clock host;
+    std::map<int, Clock> hosts{{0, {}}};
+    int entered = 0;
     uint64_t host_waits = 0;
     std::map<Address, Block*> blocks;
     std::map<int, std::vector<Block*>> spare;  // by stream
@@ -69,6 +71,10 @@ State& state() {
 
 using Lock = std::lock_guard<std::mutex>;
 
+thread_local int host_number = 0;
+
+Clock& host() { return state().hosts[host_number]; }
+
 Block* find(const void* memory) {
     State& s = state();
     auto after = s.blocks.upper_bound((Address)memory);
@@ -77,7 +83,17 @@ Block* find(const void* memory) {
     return (Address)memory < block->begin + block->capacity ? block : nullptr;
 }
 
-bool host_knows(const Access& one) { return one.epoch <= state().host.at(one.stream); }
+bool is_known(const Access& one, const Clock& clock) { return one.epoch <= clock.at(one.stream); }
+
+// Nothing that is done later can come before it.
+bool all_know(const Access& one) {
+    return std::ranges::all_of(state().hosts, [&](const auto& each) { return is_known(one, each.second); });
+}
+
+// Pages are open or not for all threads: they are once one of them has waited.
+bool any_knows(const Access& one) {
+    return std::ranges::any_of(state().hosts, [&](const auto& each) { return is_known(one, each.second); });
+}
 
 // Let the host reach the pages of a pinned block as far as no stream is at them.
 void protect(Block* block) {
@@ -86,7 +102,7 @@ void protect(Block* block) {
     int protection = PROT_READ | PROT_WRITE;
     if (!block->unprotected) {
         for (const Access& one : block->accesses) {
-            if (host_knows(one)) continue;
+            if (any_knows(one)) continue;
             protection &= one.writes ? PROT_NONE : PROT_READ;
         }
     }
@@ -100,9 +116,8 @@ void protect(Block* block) {
 }
 
 void join_host(const Clock& clock) {
-    State& s = state();
-    s.host.join(clock);
-    std::set<Block*> blocks = s.protected_blocks;
+    host().join(clock);
+    std::set<Block*> blocks = state().protected_blocks;
     for (Block* block : blocks) protect(block);
 }
 
@@ -124,7 +139,7 @@ void on_fault(int number, siginfo_t* info, void*) {
             Access host{(Address)info->si_addr, (Address)info->si_addr + 1, -1, 0, block->protection != PROT_NONE,
                         block->owner, "the host", stack};
             for (const Access& one : block->accesses) {
-                if (host_knows(one)) continue;
+                if (any_knows(one)) continue;
                 const char* text = one.writes ? "the host touches pinned memory that a stream still writes"
                                               : "the host writes pinned memory that a stream still reads";
                 state().reports.push_back({text, one, host});
@@ -172,7 +187,7 @@ void hand_out(Block* block, std::size_t nbytes) {
     block->is_live = true;
     block->nbytes = nbytes;
     block->owner++;
-    std::erase_if(block->accesses, host_knows);
+    std::erase_if(block->accesses, all_know);
 }
 
 Block* take_spare(std::vector<Block*>& spare, std::size_t nbytes) {
@@ -242,7 +257,7 @@ void order(int stream, const Clock& after) {
 
 void record(Event& event, int stream) {
     Lock lock(state().mutex);
-    order_locked(stream, state().host);
+    order_locked(stream, host());
     event.clock = state().streams[stream];
     event.is_recorded = true;
     event.was_asked = false;
@@ -251,7 +266,7 @@ void record(Event& event, int stream) {
 
 bool query(Event& event) {
     Lock lock(state().mutex);
-    if (!event.is_recorded || state().host.covers(event.clock)) return true;
+    if (!event.is_recorded || host().covers(event.clock)) return true;
     if (!event.was_asked) {
         event.was_asked = true;
         return false;
@@ -265,7 +280,7 @@ bool query_stream(int stream) {
     Lock lock(state().mutex);
     State& s = state();
     const Clock& clock = s.streams[stream];
-    if (s.host.covers(clock)) return true;
+    if (host().covers(clock)) return true;
     uint64_t epoch = clock.at(stream);
     if (s.asked[stream] != epoch) {
         s.asked[stream] = epoch;
@@ -278,8 +293,31 @@ bool query_stream(int stream) {
 
 void host_waits_for(const Clock& clock) {
     Lock lock(state().mutex);
-    if (state().host.covers(clock)) return;
+    if (host().covers(clock)) return;
     state().host_waits++;
+    join_host(clock);
+}
+
+void enter_as_host() {
+    Lock lock(state().mutex);
+    Clock known = host();
+    host_number = ++state().entered;
+    state().hosts[host_number] = known;
+}
+
+void leave_as_host() {
+    Lock lock(state().mutex);
+    state().hosts.erase(host_number);
+    host_number = 0;
+}
+
+Clock host_clock() {
+    Lock lock(state().mutex);
+    return host();
+}
+
+void tell_host(const Clock& clock) {
+    Lock lock(state().mutex);
     join_host(clock);
 }
 
@@ -309,6 +347,8 @@ void release(void* memory) {
     Lock lock(state().mutex);
     State& s = state();
     Block* block = find(memory);
+    // Who gets it next comes after this thread, and what it knows to be done.
+    pass(block, host());
     for (int user : block->users) pass(block, s.streams[user]);
     block->users.clear();
     block->is_live = false;
@@ -407,7 +447,7 @@ void access(const std::string& what, int stream, const void* memory, std::size_t
         return;
     }
     Clock& clock = s.streams[stream];
-    clock.join(s.host);
+    clock.join(host());
     clock.set(stream, clock.at(stream) + 1);
     Access now{(Address)memory, (Address)memory + nbytes, stream, clock.at(stream), writes, block->owner, what, stack};
     if (!block->is_live) {
@@ -418,7 +458,7 @@ void access(const std::string& what, int stream, const void* memory, std::size_t
     if (now.end > block->begin + block->nbytes)
         s.reports.push_back({"an access goes beyond the end of its block", now, now});
     std::erase_if(block->accesses, [&](const Access& one) {
-        if (host_knows(one)) return true;
+        if (all_know(one)) return true;
         if (one.end <= now.begin || now.end <= one.begin) return false;
         bool covered = now.begin <= one.begin && one.end <= now.end;
         if (one.epoch <= clock.at(one.stream)) return covered && (writes || (!one.writes && one.stream == stream));

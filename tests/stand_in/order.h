@@ -4,8 +4,8 @@
 // vector clocks: an access is ordered before another if the other's stream waited for it, by an event or through a host
 // that waited. That the host told one stream after the other orders nothing.
 //
-// The host is one clock, whichever thread waits: threads hand work to one another by means that are not seen here. What
-// a thread learned all of them know, so an order that is missing between two threads may go unnoticed.
+// Each thread that enters as a host of its own has a clock, too, and all others share one: what one of them waited for
+// another knows only once it was told. Threads tell each other by what threads.py watches.
 
 #pragma once
 
@@ -48,6 +48,10 @@ void record(Event& event, int stream);
 bool query(Event& event);
 bool query_stream(int stream);
 void host_waits_for(const Clock& clock);
+void enter_as_host();  // from now on this thread knows what it waits for itself, and what it is told
+void leave_as_host();
+Clock host_clock();    // what this thread knows
+void tell_host(const Clock& clock);
 uint64_t host_waits();  // how often the host waited for something that it did not know to be done
 int stream_count();
 
