@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
 import flexcomm
-from bench.gpu.laws import LAWS as DEVICE_LAWS
 from flexcomm.device import switch_stream
-from tests.ranks import hook_laws, mixing_laws
 from tests.ranks.shapes import Shape
-from tests.slow import slow_but
 from tests.stand_in.laws import keep_on_stand_in
-from tests.stand_in.placement import Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,38 +57,15 @@ class HostBetween:
 
     law: Callable[[World], object]
 
-    @property
-    def __name__(self) -> str:
-        return self.law.__name__
-
     def __call__(self, world: World) -> None:
         with flexcomm.connect(inter="gloo", ranks_per_node=world.topology.local_size) as own:
             self.law(own)
 
 
-def named(*laws: Callable[[World], object]) -> dict[str, Callable[[World], object]]:
-    return {law.__name__: law for law in laws}
-
-
-USUAL = named(
-    calls_overlap,
-    *DEVICE_LAWS["sync"][:1],
-    *DEVICE_LAWS["mixing"],
-    *DEVICE_LAWS["fsdp2_hook"],
-)
-NEEDS_NO_NCCL = "communicators_need_no_common_order"
-LAWS = {
-    **USUAL,
-    **named(*DEVICE_LAWS["ddp_hook"], *hook_laws.laws_for(4, 2)),
-    **{name: law for name, law in mixing_laws.LAWS.items() if name != NEEDS_NO_NCCL},
-}
+def test_the_caller_goes_on_while_comm_threads_exchange() -> None:
+    keep_on_stand_in(HostBetween(calls_overlap), Shape(2, 2))
 
 
 def test_memory_is_used_anew_when_it_is_free() -> None:
     """With one rank a node, what was received is decoded after the host's last wait."""
     keep_on_stand_in(HostBetween(calls_under_way_are_apart), Shape(2, 1))
-
-
-@pytest.mark.parametrize("name", slow_but(USUAL, LAWS))
-def test_a_law_is_kept(name: str) -> None:
-    keep_on_stand_in(HostBetween(Placed(LAWS[name])), Shape(2, 2))
