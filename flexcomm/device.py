@@ -138,7 +138,8 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 def copy_to_host(x: Tensor) -> tuple[Tensor, torch.Event | None]:
     """Return a copy in the host's memory, and the event after which it is there, see :func:`synchronize_event`."""
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=may_pin_for(x)).copy_(x, non_blocking=True)
+    # By its name: torch's default device may be another.
+    copy = torch.empty(x.shape, dtype=x.dtype, device=HOST.name, pin_memory=may_pin_for(x)).copy_(x, non_blocking=True)
     return copy, record_event(x.device)
 
 

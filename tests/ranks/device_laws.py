@@ -93,6 +93,21 @@ def tensors_may_be_on_another_device_than_the_worlds(world: World) -> None:
             assert torch.equal((there + 0).cpu(), expected.cpu())
 
 
+def the_default_device_may_be_the_ranks_own(world: World) -> None:
+    """As ``torch.set_default_device`` has it: what the library makes for the host says so."""
+    x, schedule = numbers_of(world), gossip.complete(world.topology.nodes)
+    calls = {
+        "sync": partial(
+            flexcomm.hierarchical_sync, x, flexcomm.top_k(1 / 16), world=world, names=["of this law"], step=0
+        ),
+        "mix": lambda: flexcomm.mix(x, schedule, 0, world=world, communicator="of this law").tensors,
+    }
+    for name, call in calls.items():
+        with world.device:
+            got = call()
+        assert torch.equal(got, call()), name
+
+
 def a_wait_is_for_one_call_alone(world: World) -> None:
     """What the caller enqueued after a call was started need not be done when it has been waited for."""
     x, stream = numbers_of(world), torch.accelerator.current_stream(world.device)
@@ -198,6 +213,7 @@ LAWS = {
         more_calls_at_once_than_buffers_are_kept,
         calls_follow_the_streams_of_their_caller,
         tensors_may_be_on_another_device_than_the_worlds,
+        the_default_device_may_be_the_ranks_own,
         a_wait_is_for_one_call_alone,
         a_mesh_of_devices_carries_exchanges_and_host_tensors,
         ddp_trains_on_a_stream_of_the_callers,

@@ -39,6 +39,7 @@ REFUSED = {
     "calls_that_ranks_make_differently_are_found": "payloads are enqueued with their headers, not after them",
     "a_change_under_way_is_refused": CHANGED,
     "gradients_that_left_must_not_change": CHANGED,
+    "a_grad_scaler_scales_and_skips_on_all_ranks_alike": "torch's scaler multiplies by one what is being read",
     "what_makes_no_sense_together_is_refused": "there are no sparse tensors on the stand-in",
 }
 """Laws of hosts that devices cannot keep, and why."""
