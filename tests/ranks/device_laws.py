@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flexcomm
 from bench.gpu.laws import make_model
 from flexcomm import ConfigMismatchError, World, gossip
+from flexcomm.device import switch_stream
 from flexcomm.sync.plan import MOST_SPARE
 from flexdemo import CompressionState, attach_to_ddp, compression_hook
 from tests.ranks.hook_laws import require_replicas
@@ -91,6 +92,39 @@ def tensors_may_be_on_another_device_than_the_worlds(world: World) -> None:
             expected, there = call(x), call(x.to(other) + 0)
             assert there.device == other
             assert torch.equal((there + 0).cpu(), expected.cpu())
+
+
+def calls_under_way_are_apart(world: World) -> None:
+    """Others wait for one node in every exchange but the first: what that one used must not be written too early."""
+    compressors = (flexcomm.threshold(0.5, capacity=None), flexcomm.top_k(1 / 16), flexcomm.dense())
+    before = switch_stream(torch.Stream(world.device))
+    for step, compressor in enumerate(compressors):
+        xs = [torch.full((3000,), 1.0 + number, device=world.device) for number in range(3)]
+
+        def start(x: torch.Tensor) -> flexcomm.SyncHandle[torch.Tensor]:
+            return flexcomm.start_sync(x, compressor, world=world, step=step)  # noqa: B023  (called in this turn only)
+
+        start(xs[0]).wait()  # Plans and process groups are made; what it frees is all that the next ones find.
+        early = world.topology.node > 0
+        handles = [start(x) for x in (xs if early else xs[:1])]
+        first = handles[0].wait()
+        del handles[0]
+        world.control.all_reduce(torch.zeros(1, device="cpu")).wait()
+        handles += [] if early else [start(x) for x in xs[1:]]
+        for x, out in zip(xs, [first, *[handle.wait() for handle in handles]], strict=True):
+            sent = out[out != 0]
+            assert torch.equal(sent, x[: sent.numel()]), f"{compressor}: {sent} of {x}"
+    switch_stream(before)
+
+
+def calls_overlap(world: World) -> None:
+    """The caller goes on while other nodes have not even started: else this would wait for itself."""
+    xs = [torch.full((600,), 1.0 + number, device=world.device) for number in range(4)]
+    handles = [flexcomm.start_sync(x, flexcomm.top_k(0.5), world=world) for x in xs[:2]]
+    world.control.barrier().wait()
+    handles += [flexcomm.start_sync(x, flexcomm.top_k(0.5), world=world) for x in xs[2:]]
+    for x, handle in zip(xs, handles, strict=True):
+        assert torch.equal(handle.wait()[:300], x[:300])
 
 
 def the_default_device_may_be_the_ranks_own(world: World) -> None:
@@ -220,3 +254,6 @@ LAWS = {
         a_hooks_future_orders_the_stream_that_waits_for_it,
     )
 }
+
+BETWEEN_LAWS = {law.__name__: law for law in (calls_overlap, calls_under_way_are_apart)}
+"""Of nodes that are joined through the host, where nothing waits for other ranks before it must."""

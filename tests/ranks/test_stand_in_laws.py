@@ -98,13 +98,14 @@ SHARING = {name: law for name, law in DEVICES.items() if name not in OF_TWO_DEVI
 QUICK: list[tuple[str, Way, Shape, dict[str, Law]]] = [
     ("few", ALL_NATIVE, NODES, FEW),
     ("devices", ALL_NATIVE, NODES, DEVICES),
-    ("devices", ALL_HOST, NODES, SHARING),
+    *[("overlap", HOST_BETWEEN, shape, dict(device_laws.BETWEEN_LAWS)) for shape in (NODES, PAIR)],
 ]
 SLOW: list[tuple[str, Way, Shape, dict[str, Law]]] = [
     *[("few", ALL_NATIVE, shape, FEW) for shape in (PAIR, ONE_NODE)],
     *[("devices", ALL_NATIVE, shape, DEVICES) for shape in (PAIR, ONE_NODE, ODD)],
     ("devices", HOST_BETWEEN, NODES, DEVICES),
-    ("devices", HOST_INSIDE, NODES, SHARING),
+    *[("devices", way, NODES, SHARING) for way in (HOST_INSIDE, ALL_HOST)],
+    ("few", HOST_BETWEEN, NODES, FEW),
     ("sync", ALL_NATIVE, NODES, dict(recipes.LAWS)),
     ("sync", ALL_NATIVE, ODD, sync_in(ODD, 0)),
     ("sync", HOST_INSIDE, NODES, sync_in(NODES, 1)),
