@@ -337,7 +337,7 @@ class Driver:
 
     def _forget_done(self) -> None:
         """Forget the first calls, as far as they are done, also those whose handles nobody has any more."""
-        while self._under_way and all([task.is_done for task in self._under_way[0]]):
+        while self._under_way and all(task.is_done for task in self._under_way[0]):
             self._under_way.popleft()
 
     def _wait_and_advance(self, task: BucketTask[Any]) -> None:
