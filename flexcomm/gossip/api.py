@@ -132,8 +132,6 @@ def start_mix(
                 f"out has {[list(x.shape) for x in outputs]} for tensors of {[list(x.shape) for x in xs]}: pass one "
                 f"for each, of the same shape, dtype and device; the tensors themselves will do."
             )
-    if residuals is not None:
-        residuals.claim()
     node, buffers = world.topology.node, plan.pool.take()
     if len(xs) == 1 and xs[0].is_contiguous():
         x = xs[0].detach().view(-1)
@@ -141,6 +139,8 @@ def start_mix(
         parts = [one.detach().reshape(-1) for one in xs] or [torch.empty(0, device=world.device)]
         numel, dtype = sum(map(Tensor.numel, parts)), parts[0].dtype
         x = torch.cat(parts, out=buffers.get("input", lambda: buffers.allocate(numel, dtype=dtype)))
+    if residuals is not None:
+        residuals.claim()
     # Compressed payloads cannot be added on the way.
     round_ = round_of(schedule.phase(step), node, reduces=compressor is None)
     # Nodes without a peer count, too: the headers of all nodes carry the number of the call.
@@ -149,7 +149,7 @@ def start_mix(
     ctx = MixContext(plan, x, outputs, node, round_, step, sequence, push_sum, residuals, buffers, record)
     tasks = [BucketTask(ctx, mix_bucket(ctx))]
     handle: MixHandle[T] = MixHandle(world, tasks, cast("T", outputs[0] if single else outputs))
-    if round_.is_idle and plan.ranks == 1:
+    if round_.is_idle and plan.ranks == 1 and residuals is None:
         tasks[0].resume(None)  # It sends nothing, and waits for no mix that does.
     else:
         handle.start()

@@ -273,7 +273,7 @@ def send_recv_messages(ctx: MixContext, sends: Messages, receives: Messages) -> 
     if enqueues:
         yield _send_recv_payloads(ctx, [*sends_headers, *sends], [*receives_headers, *receives])
     else:
-        yield _send_recv(sends_headers, receives_headers)
+        yield _send_recv(ctx, sends_headers, receives_headers)
     note(ctx, headers, explain, (headers[:, :-1] != own[:-1]).any())
     if not enqueues or ctx.push_sum is not None:
         yield from check(ctx)
@@ -300,14 +300,16 @@ def _check_header(ctx: MixContext, words: list[int], sender: int) -> float:
 
 
 def _send_recv_payloads(ctx: MixContext, sends: Messages, receives: Messages) -> Collective:
-    collective = _send_recv(sends, receives)
+    collective = _send_recv(ctx, sends, receives)
     ctx.record.payload_bytes += collective.sent_bytes
     return collective
 
 
-def _send_recv(sends: Messages, receives: Messages) -> Collective:
+def _send_recv(ctx: MixContext, sends: Messages, receives: Messages) -> Collective:
     sent, received = (sum(x.nbytes for _, x in messages) for messages in (sends, receives))
-    return Collective("exchange", methodcaller("send_recv", sends, receives), sent, received)
+    # Nobody waits for what is enqueued, so that all legs can be on their way when the mix is started.
+    is_short = ctx.plan.driver.enqueues
+    return Collective("exchange", methodcaller("send_recv", sends, receives), sent, received, is_short)
 
 
 class MixResiduals:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexcomm.bootstrap.consistency import explain_timeout
 from flexcomm.codec import check_numbers
+from flexcomm.device import KINDS
 from flexcomm.errors import DeadlineExceededError, FlexcommError, NonFiniteError, TransportError
 from flexcomm.kernels import LARGEST_MAGNITUDE, STORE, Epilogue, StateUpdate
 from flexcomm.stats import SyncRecord
@@ -103,12 +104,20 @@ class SyncHandle(Generic[T]):
         if self._is_over:
             return
         self._driver.order_current_stream(self._tasks)
+        if self._is_device_stuck:
+            # It would not come to this, either. Nobody else gets states that it may still write: they stay claimed.
+            return
         for task in self._tasks:
             for restore in task.ctx.rollbacks:
                 restore()
         if self._residuals is not None:
             self._residuals.cancel(self._lent)
         self._end()
+
+    @property
+    def _is_device_stuck(self) -> bool:
+        """Whether a device did not come to the end of what it was given in time."""
+        return isinstance(self._error, DeadlineExceededError) and KINDS[self._plan.device.type].has_streams
 
     def _end(self) -> None:
         self._is_over = True

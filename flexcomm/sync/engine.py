@@ -18,7 +18,8 @@ of FSDP among them (https://github.com/pytorch/pytorch/issues/131895, https://gi
 starts its own in the thread that runs the model, so that thread starts ours, too: a comm thread would come between them
 at another place on every rank. It does not wait for any of them: kernels and collectives are enqueued on a stream of
 the driver's own, up to the first number that the host must read. Where NCCL joins the ranks of a node and MPI the
-nodes, comm threads copy payloads to the host, exchange them and copy them back, and no more.
+nodes, comm threads have what lies between the legs inside: they copy payloads to the host, exchange them, copy them
+back, and check them.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class BucketTask(Generic[C]):
         next(self._steps, None)
 
     def has_arrived(self) -> bool:
-        if self.is_done:
+        if self.is_done or (self.handed_back is not None and self.handed_back.is_set()):
             return True
         if self.must_read:
             return self.ready is None or self.ready.query()
@@ -199,8 +200,11 @@ class BucketTask(Generic[C]):
 def legs_of_threads(world: World, device: torch.device) -> tuple[Leg, ...]:
     """Return the legs that comm threads can drive while the caller computes. See [Note: order on a device]."""
     can_have_threads = world.topology.size > 1 and world.can_clone_groups and _may_use_threads(world)
-    if not can_have_threads or enqueues(world.inter, device):
+    joining = [transport for transport in (world.intra, world.inter) if transport.size > 1]
+    if not can_have_threads or all(enqueues(one, device) for one in joining):
         return ()
+    if world.inter in joining and enqueues(world.inter, device):
+        return ()  # They would come between NCCL's exchanges.
     return tuple(leg for leg in LEGS if LEVELS[leg] == "inter" or not enqueues(world.intra, device))
 
 
@@ -230,7 +234,6 @@ class Driver:
         self.threads = CommThreads(world, transports, legs, device) if legs else None
         of_threads = {leg for some in legs.values() for leg in some}
         self._own = {leg: transport for leg, transport in transports.items() if leg not in of_threads}
-        self._never_blocking = {leg for leg, transport in self._own.items() if enqueues(transport, device)}
         self._device, self._stream = device, make_stream(device)
         self._streams = [self._stream] if self._stream else []
         if self.threads is not None and self.threads.stream is not None:
@@ -238,11 +241,8 @@ class Driver:
         self._under_way: deque[list[BucketTask[Any]]] = deque()
         self._finishing = threading.RLock()
         self._sequence = 0
-
-    @property
-    def enqueues(self) -> bool:
+        self.enqueues = enqueues(transports["exchange"], device)
         """Whether the caller's thread enqueues what travels between nodes, without waiting for it."""
-        return "exchange" in self._never_blocking
 
     def next_sequence(self) -> int:
         """Return the number of a call, counted on all ranks alike, for headers that carry it."""
@@ -252,6 +252,7 @@ class Driver:
     def start(self, tasks: list[BucketTask[Any]]) -> None:
         """Start the buckets of a call: when it returns, all of them are on their way between nodes, or further."""
         after = record_event(self._device) if self._streams else None
+        self._forget_done()
         if not self._own and self.threads is not None:
             for task in tasks:
                 task.ready = after
@@ -264,14 +265,12 @@ class Driver:
                 task.advance(self._own)
             for task in tasks:
                 # What the host would have to wait for is left, so that the caller may go on computing.
-                while (one := task.under_way) is not None and (
-                    one.is_short or LEVELS[one.leg] == "intra" or one.leg in self._never_blocking
-                ):
+                while (one := task.under_way) is not None and (one.is_short or LEVELS[one.leg] == "intra"):
                     self._wait_and_advance(task)
                 if self._streams:
                     self._hand_over(task)
         except BaseException as error:
-            end_all(tasks, error)
+            self._end_all(tasks, error)
             raise
         finally:
             switch_stream(before)
@@ -284,14 +283,17 @@ class Driver:
         """
         with self._finishing:
             while tasks in self._under_way:
-                going = call = self._under_way.popleft()
-                try:
-                    while going:
-                        going = [task for task in going if self._go_on(task)]
-                except BaseException as error:
-                    end_all(call, error)
-                    if not isinstance(error, Exception):
-                        raise
+                call = self._under_way[0]
+                for task in call:
+                    # An interrupt here changes nothing: comm threads go on, and so does who waits again.
+                    self._wait_for_threads(task)
+                    try:
+                        self._go_on(task)
+                    except BaseException as error:
+                        self._end_all(call, error)
+                        if not isinstance(error, Exception):
+                            raise
+                self._forget_done()
         self.order_current_stream(tasks)
 
     def order_current_stream(self, tasks: list[BucketTask[Any]]) -> None:
@@ -305,22 +307,38 @@ class Driver:
         for stream in self._streams:
             order_stream(stream)
 
-    def _go_on(self, task: BucketTask[Any]) -> bool:
-        """Wait for what is under way, and start what is next; return whether there is anything."""
+    def _wait_for_threads(self, task: BucketTask[Any]) -> None:
         if task.handed_back is not None:
             with Timed(task.ctx.record, "waiting"):
                 task.handed_back.wait()
             task.handed_back = None
+
+    def _go_on(self, task: BucketTask[Any]) -> None:
+        """Wait for what is under way, and start what is next."""
         if task.is_done:
-            return False
+            return
         before = switch_stream(self._stream, task.ready) if self._stream else None
         try:
             self._wait_and_advance(task)
             if self._streams:
                 self._hand_over(task)
+        except BaseException:
+            task.ready = record_event(self._device)
+            raise
         finally:
             switch_stream(before)
-        return not task.is_done
+
+    def _end_all(self, tasks: list[BucketTask[Any]], error: BaseException) -> None:
+        """End the buckets that no comm thread has: without a transport, or after an interrupt, none goes on."""
+        for task in tasks:
+            if not task.is_done and task.handed_back is None:
+                task.ready = task.ready or record_event(self._device)
+                task.end(error)
+
+    def _forget_done(self) -> None:
+        """Forget the first calls, as far as they are done, also those whose handles nobody has any more."""
+        while self._under_way and all(task.is_done for task in self._under_way[0]):
+            self._under_way.popleft()
 
     def _wait_and_advance(self, task: BucketTask[Any]) -> None:
         with Timed(task.ctx.record, "waiting"):
@@ -335,13 +353,6 @@ class Driver:
         task.ready = record_event(self._device)
         if task.wanted is not None and self.threads is not None:
             self.threads.submit(task)
-
-
-def end_all(tasks: list[BucketTask[Any]], error: BaseException) -> None:
-    """End all buckets of a call: without a transport, or after an interrupt, none goes on."""
-    for task in tasks:
-        if not task.is_done:
-            task.end(error)
 
 
 class CommThreads:

@@ -196,7 +196,7 @@ def squared_norm(buckets: Collection[Bucket], world: World) -> Tensor:
             norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, 2.0, torch.float64)])
             (shards if bucket.node_averaged else unsharded).add_(norms.square().sum())
     if world.intra.size > 1 and any(bucket.node_averaged for bucket in buckets):
-        shards = world.intra.all_reduce(shards).wait()
+        shards = (world.intra_control if shards.is_cpu else world.intra).all_reduce(shards).wait()
     total: Tensor = unsharded + shards
     return total.squeeze(0)
 

@@ -216,7 +216,8 @@ def _reduce_flat(state: tuple[FsdpHandle, Bucket], gradient: Tensor, shard: Tens
     intra.reduce_scatter(gradient.view(intra.size, -1), out=shard).wait()
     shard.div_(intra.size)
     # After the hook FSDP keeps the shard as the gradient, except where it copies it or adds it to another.
-    at_once = shard.dtype != flat_param.dtype or torch_private.has_saved_gradient(flat_param)
+    is_copied = shard.dtype != flat_param.dtype or shard.device != flat_param.device
+    at_once = is_copied or torch_private.has_saved_gradient(flat_param)
     handle.send(bucket, [shard], at_once)
 
 

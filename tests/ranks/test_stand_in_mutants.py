@@ -90,35 +90,49 @@ ENGINE, GROUPS = "flexcomm.sync.engine", "flexcomm.bootstrap.groups"
 MIXED_PRECISION = Placed(hook_laws.mixed_precision_is_exchanged_as_reduced)
 MUTANTS: dict[str, tuple[Mutated, Shape, str]] = {
     "work is not waited for": (
-        Mutated(sync, "flexcomm.transport.torch_distributed", "TorchRequest.wait", of_devices), NODES, RACE,
+        Mutated(sync, "flexcomm.transport.torch_distributed", "TorchRequest.wait", of_devices),
+        NODES,
+        RACE,
     ),
     "inputs are not waited for": (Mutated(sync, ENGINE, "switch_stream", without_waiting), NODES, RACE),
     "words are read at once": (
-        Mutated(sync, "flexcomm.sync.algorithms", "synchronize_event", nothing), NODES, HOST_TOUCHES,
+        Mutated(sync, "flexcomm.sync.algorithms", "synchronize_event", nothing),
+        NODES,
+        HOST_TOUCHES,
     ),
     "staged tensors are sent at once": (
-        Mutated(new_groups, "flexcomm.transport.staging", "synchronize_event", nothing), NODES, HOST_TOUCHES,
+        Mutated(new_groups, "flexcomm.transport.staging", "synchronize_event", nothing),
+        NODES,
+        HOST_TOUCHES,
     ),
     "the next call is not ordered": (
-        Mutated(device_laws.calls_follow_the_streams_of_their_caller, ENGINE, "order_stream", nothing), NODES,
+        Mutated(device_laws.calls_follow_the_streams_of_their_caller, ENGINE, "order_stream", nothing),
+        NODES,
         OVERWRITTEN,
     ),
     "communicators are made when needed": (
-        Mutated(device_laws.a_first_round_may_leave_nodes_out, GROUPS, "GroupFactory._transport_of", lazily), ODD,
+        Mutated(device_laws.a_first_round_may_leave_nodes_out, GROUPS, "GroupFactory._transport_of", lazily),
+        ODD,
         "did not come to make their communicator",
     ),
     "comm threads start collectives of devices": (
         Mutated(device_laws.a_first_round_may_leave_nodes_out, "flexcomm.gossip.plan", "legs_of_threads", in_threads),
-        NODES, "were enqueued by thread flexcomm-",
+        NODES,
+        "were enqueued by thread flexcomm-",
     ),
     "FSDP's gradient is not kept": (
-        Mutated(MIXED_PRECISION, "flexdemo.hooks.fsdp", "record_stream", nothing), NODES, USED_ANEW,
+        Mutated(MIXED_PRECISION, "flexdemo.hooks.fsdp", "record_stream", nothing),
+        NODES,
+        USED_ANEW,
     ),
     "DDP's future has no device": (
-        Mutated(device_laws.a_hooks_future_orders_the_stream_that_waits_for_it, "flexdemo.hooks.ddp", "is_on_host",
-                on_host), NODES, RACE,
+        Mutated(
+            device_laws.a_hooks_future_orders_the_stream_that_waits_for_it, "flexdemo.hooks.ddp", "is_on_host", on_host
+        ),
+        NODES,
+        RACE,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

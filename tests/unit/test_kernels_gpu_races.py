@@ -20,7 +20,7 @@ import pytest
 from bench.gpu.cuda_on_host import compile_for_host
 from flexcomm.kernels.gpu import kernel_text, source
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 REPORTED = 66
 FOLDER = Path(source.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def run_cases(library: Path, *arguments: str, sanitizer: str = "") -> subprocess
         options = f"exitcode={REPORTED} halt_on_error=1 ignore_noninstrumented_modules=1"
         environment |= {"LD_PRELOAD": sanitizer, "TSAN_OPTIONS": options}
     command = ["setarch", "-R", sys.executable, "-m", "tests.unit.race_cases", str(library), *arguments]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=800)
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,17 @@ class CupyLauncher:
 
     def __init__(self) -> None:
         self._cupy: Any = importlib.import_module("cupy")  # it has no types
+        self._modules: dict[int, Any] = {}
         self._kernels: dict[tuple[str, int], Any] = {}
+        self._shared_nbytes: dict[int, int] = {}
 
     def shared_nbytes(self, device: torch.device) -> int:
         """Return how much shared memory a block may have at most."""
-        return int(self._cupy.cuda.Device(device.index).attributes["MaxSharedMemoryPerBlockOptin"])
+        # CuPy asks the driver for every attribute there is.
+        if device.index not in self._shared_nbytes:
+            attributes = self._cupy.cuda.Device(device.index).attributes
+            self._shared_nbytes[device.index] = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        return self._shared_nbytes[device.index]
 
     def launch(self, name: str, device: torch.device, grid: int, threads: int, shared_nbytes: int, job: Record) -> None:
         """Run a kernel behind everything torch was told before, with a structure as its argument, by value."""
@@ -30,9 +36,12 @@ class CupyLauncher:
         argument = np.frombuffer(job.tobytes(), np.dtype((np.void, job.nbytes)))
         stream = torch.cuda.current_stream(device)
         with cuda.Device(device.index), cuda.Stream.from_external(stream):
-            if (name, device.index) not in self._kernels:
+            if device.index not in self._modules:
+                # One for all kernels: to load code, the driver may wait for what runs on the device.
                 path = find_cubin(cuda.Device(device.index).compute_capability)
-                kernel = self._cupy.RawModule(path=str(path)).get_function(name)
+                self._modules[device.index] = self._cupy.RawModule(path=str(path))
+            if (name, device.index) not in self._kernels:
+                kernel = self._modules[device.index].get_function(name)
                 kernel.max_dynamic_shared_size_bytes = self.shared_nbytes(device)
                 self._kernels[name, device.index] = kernel
             self._kernels[name, device.index]((grid,), (threads,), (argument,), shared_mem=shared_nbytes)

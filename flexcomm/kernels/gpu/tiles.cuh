@@ -426,9 +426,8 @@ __device__ u32 encode_tiles(const Job& job, const Tensor& t, const Operand& at, 
     u32 sum = 0u;
     ROLLED for (u32 end = min(place.chunk + t.unit, t.chunks); place.chunk < end; place.chunk++) {
         sum += encode_tile(job, t, at, place, place.chunk + 1u == end);
-        if (place.chunk + 1u < end) {
-            __syncthreads();  // the tile is used again
-        }
+        if (place.chunk + 1u == end) break;
+        __syncthreads();  // the tile is used again
         bool turns = place.col + SIDE >= (u32)t.cols;
         place.col = turns ? 0u : place.col + SIDE;
         place.row += turns ? SIDE : 0u;
@@ -576,7 +575,9 @@ __device__ Quad step_quad(const Job& job, Quad before, const float* averages) {
 // before its stores: the compiler cannot know that rows do not overlap, and would wait for each.
 template <int EPILOGUE, int ELEMENT>
 __device__ void step_rows(const Job& job, char* memory, u64 pitch) {
-    const u32 NBYTES = ELEMENT == FLOAT ? 4u : 2u, NUMEL = 16u / NBYTES, ACROSS = SIDE / NUMEL, BATCH = 8u;
+    const u32 NBYTES = ELEMENT == FLOAT ? 4u : 2u, NUMEL = 16u / NBYTES, ACROSS = SIDE / NUMEL;
+    // Without loads to wait for, a larger batch is no faster, and needs more registers than there are.
+    const u32 BATCH = EPILOGUE == STORE ? 4u : 8u;
     const u32 thread = threadIdx.x, down = thread / ACROSS, across = thread % ACROSS * NUMEL;
     const float* averages = tile_floats() + down * PITCH + across;
     const u64 step = NUMEL * pitch;
