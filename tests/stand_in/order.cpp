@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <functional>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -487,11 +486,6 @@ std::vector<std::string> take_reports() {
         texts.push_back(text);
     }
     return texts;
-}
-
-void report(const std::string& text) {
-    Lock lock(state().mutex);
-    state().reports.push_back({text, {}, {}});
 }
 
 }  // namespace stand_in

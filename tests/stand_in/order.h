@@ -88,6 +88,5 @@ void access(const std::string& what, int stream, const void* memory, std::size_t
 
 // What was found wrong so far, and no longer is remembered. Needs the GIL.
 std::vector<std::string> take_reports();
-void report(const std::string& text);
 
 }  // namespace stand_in

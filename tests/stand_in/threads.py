@@ -1,4 +1,4 @@
-"""Comm threads of the library as hosts of their own: what one waited for, another knows only once it was handed over."""
+"""Comm threads of the library as hosts of their own: what one waited for, others know once they were handed it."""
 
 from __future__ import annotations
 
