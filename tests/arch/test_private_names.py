@@ -29,6 +29,7 @@ PRIVATE_NAMES = {
     },
     "tests/ranks/preload.py": {"_dynamo"},
     "tests/stand_in/device.py": {"_is_in_bad_fork", "_register_device_module"},
+    "tests/stand_in/laws.py": {"_set_default_backend"},
     "tests/stand_in/placement.py": {"_device"},
     "tests/unit/test_kernel_cache.py": {"_cache"},  # numba's
     "tests/unit/test_sync_gpu_budgets.py": {"_python_dispatch"},

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <functional>
@@ -249,8 +250,19 @@ class StandInBackend : public c10d::Backend {
     uint64_t calls_ = 0;
 };
 
+// DDP warns if it cannot time a device.
+class NoTimer : public c10d::Timer {
+   public:
+    explicit NoTimer(std::optional<c10::Device>) {}
+    std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 }  // namespace
 }  // namespace stand_in
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kPrivateUse1, ::stand_in::NoTimer)
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     using namespace stand_in;
