@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import signal
 import threading
 import time
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 GATE_S = 20.0
 MOST_DELAY_S = 0.004
+INTERRUPTED_S = 0.2
 
 
 @dataclass
@@ -225,6 +227,30 @@ def a_mix_is_done_when_it_was_started_if_no_thread_may_send(world: World) -> Non
             assert torch.equal(handle.wait().tensors, flexcomm.mix(x, schedule, step, world=world).tensors)
 
 
+def a_wait_that_is_interrupted_can_be_repeated(world: World) -> None:
+    """Comm threads go on meanwhile, for the peers that count on them."""
+    x, schedule = torch.full((3000,), float(world.topology.node)), flexcomm.gossip.complete(world.topology.nodes)
+    flexcomm.mix(x, schedule, 0, world=world)
+    barrier = world.control.barrier
+    if world.topology.rank > 0:
+        barrier().wait()  # Only now do they start what rank 0 waits for.
+    handle = flexcomm.start_mix(x, schedule, 1, world=world)
+    if world.topology.rank == 0 and not handle.done():
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, INTERRUPTED_S)
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+        signal.signal(signal.SIGALRM, before)
+    if world.topology.rank == 0:
+        barrier().wait()
+    mixed = handle.wait().tensors
+    assert torch.allclose(mixed, torch.full_like(x, (world.topology.nodes - 1) / 2))
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def ranks_agree_on_the_kind_of_device(world: World) -> None:
     """Before data moves: transports for host tensors and for devices' wait for each other for ever."""
     last, schedule = world.topology.size - 1, flexcomm.gossip.complete(world.topology.nodes)
@@ -252,6 +278,7 @@ LAWS = {
         out_is_untouched_where_one_bucket_of_many_fails,
         a_world_that_is_closed_refuses_new_calls,
         ranks_agree_on_the_kind_of_device,
+        a_wait_that_is_interrupted_can_be_repeated,
         a_mix_is_done_when_it_was_started_if_no_thread_may_send,
     )
 }
