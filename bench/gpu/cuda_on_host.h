@@ -2,9 +2,9 @@
 // after the other. Compiled by cuda_on_host.py, with KERNELS the path of the text to run.
 //
 // Fibers run in turn until they wait for others. Built with -fsanitize=thread, accesses of two fibers to one place are
-// reported unless __syncthreads or __syncwarp lies between them, or __threadfence, of two blocks. That fibers share a
-// thread orders nothing, nor that blocks come one after the other, nor do votes and shuffles, which CUDA says of them,
-// too.
+// reported unless __syncthreads or __syncwarp lies between them, or fences do, see [Note: fences]. That fibers share a
+// thread orders nothing, nor that blocks come one after the other, nor do atomic operations alone, nor votes and shuffles:
+// CUDA says so of them, too. Of each eight bytes TSan remembers four accesses, so try several seeds.
 
 #include <ucontext.h>
 
@@ -57,35 +57,67 @@ static const unsigned MOST_THREADS = 256u;
 
 // --- fibers ----------------------------------------------------------------------------------------------------------
 
+static const unsigned STACK = 1u << 18, MOST_FENCES = 1u << 20, MOST_PUBLISHED = 1u << 12;
+
 struct Fiber {
     ucontext_t context;
     char* stack;
     void* tsan;
     bool done;
+    unsigned fence;  // its last one; 0: none
+    bool pending[MOST_PUBLISHED];  // whether its next fence acquires what was published
+};
+
+// What a thread did by an atomic operation behind a fence; see [Note: fences].
+struct Published {
+    const void* at;
+    unsigned fence;
 };
 
 // Where threads meet: how many have come, and how often all did.
 struct Meeting {
     unsigned come, times;
+    char in_turn[2];  // what TSan knows: of the next meeting another one, to which some come before all have left this
 };
 
-static const unsigned STACK = 1u << 18;
 // Blocks of a launch that have no order: every so many, one reuses the fibers and the memory of another, after it.
 static const unsigned RING = HAS_TSAN ? 6u : 1u;
 static Fiber *fibers, all_fibers[RING][MOST_THREADS];
+static Meeting block_meetings[RING], warp_meetings[RING][MOST_THREADS / 32u];
 static ucontext_t scheduler;
 static void* scheduler_tsan;
 static unsigned current;
-static Meeting block_meeting, warp_meetings[MOST_THREADS / 32u];
 static unsigned slots[MOST_THREADS];
 static unsigned long long slots64[MOST_THREADS];
 static unsigned block_flags[2];
+static Published published[MOST_PUBLISHED];
+static unsigned published_count, fence_count;
+static char fences[MOST_FENCES];
 static unsigned long long progress;
 
 static HIDDEN void switch_to_scheduler() {
     unsigned own = current;
     __tsan_switch_to_fiber(scheduler_tsan, NO_SYNC);
     swapcontext(&fibers[own].context, &scheduler);
+}
+
+static HIDDEN Meeting& own_block() { return block_meetings[blockIdx.x % RING]; }
+
+static HIDDEN Meeting& own_warp() { return warp_meetings[blockIdx.x % RING][threadIdx.x >> 5]; }
+
+// Let the members of a meeting go on if all have come.
+static HIDDEN void end_meeting(Meeting& meeting, unsigned members) {
+    if (meeting.come != members) return;
+    meeting.come = 0u;
+    meeting.times++;
+}
+
+static HIDDEN void meet(Meeting& meeting, unsigned members) {
+    unsigned times = meeting.times;
+    progress++;
+    meeting.come++;
+    end_meeting(meeting, members);
+    while (meeting.times == times) switch_to_scheduler();
 }
 
 // Threads that have returned are not waited for.
@@ -95,51 +127,28 @@ static HIDDEN unsigned threads_alive() {
     return alive;
 }
 
-static HIDDEN void meet(Meeting& meeting) {
-    unsigned times = meeting.times;
-    progress++;
-    meeting.come++;
-    // Others may return while this one waits.
-    while (meeting.times == times && meeting.come < (&meeting == &block_meeting ? threads_alive() : 32u)) {
-        switch_to_scheduler();
-    }
-    if (meeting.times == times) {
-        meeting.come = 0u;
-        meeting.times++;
-    }
+// What each member did before it came is ordered before whatever they do when all have.
+static HIDDEN void synchronize(Meeting& meeting, unsigned members) {
+    char* turn = &meeting.in_turn[meeting.times & 1u];
+    __tsan_release(turn);
+    meet(meeting, members);
+    __tsan_acquire(turn);
 }
 
-static HIDDEN Meeting& own_warp() { return warp_meetings[threadIdx.x >> 5]; }
+static void __syncthreads() { synchronize(own_block(), threads_alive()); }
 
-static void __syncthreads() {
-    __tsan_release(&block_meeting);
-    meet(block_meeting);
-    __tsan_acquire(&block_meeting);
-}
+static void __syncwarp() { synchronize(own_warp(), 32u); }
 
-static HIDDEN bool any_of_block(bool mine) {
+static HIDDEN bool __syncthreads_or(bool mine) {
     static unsigned turn;
-    if (block_meeting.come == 0u) {
+    if (own_block().come == 0u) {
         turn ^= 1u;
         block_flags[turn] = 0u;
     }
     unsigned own = turn;
     block_flags[own] |= mine;
-    meet(block_meeting);
+    __syncthreads();
     return block_flags[own] != 0u;
-}
-
-static bool __syncthreads_or(bool mine) {
-    __tsan_release(&block_meeting);
-    bool any = any_of_block(mine);
-    __tsan_acquire(&block_meeting);
-    return any;
-}
-
-static void __syncwarp() {
-    __tsan_release(&own_warp());
-    meet(own_warp());
-    __tsan_acquire(&own_warp());
 }
 
 // Call read(slots of the warp) in every lane, once all have left theirs.
@@ -147,9 +156,9 @@ template <class Word, class Read>
 static HIDDEN auto exchange(Word* all, Word mine, Read read) {
     Word* warp = all + (threadIdx.x & ~31u);
     warp[threadIdx.x & 31u] = mine;
-    meet(own_warp());
+    meet(own_warp(), 32u);
     auto found = read(warp);
-    meet(own_warp());
+    meet(own_warp(), 32u);
     return found;
 }
 
@@ -208,18 +217,68 @@ static Value __shfl_xor_sync(unsigned, Value mine, unsigned mask) {
 
 // --- everything else -------------------------------------------------------------------------------------------------
 
+static void require_room(unsigned used, unsigned most, const char* what) {
+    if (used < most) return;
+    fprintf(stderr, "a launch has more %s than %u\n", what, most);
+    abort();
+}
+
+// [Note: fences] Atomic operations are relaxed, and a fence alone orders nothing. As in C++, what a thread did before a
+// fence is ordered before what another does after one, if between their fences both worked on one place by atomic
+// operations, the other after this thread. A fence is a place that TSan knows; threads behind it acquire what it held then,
+// not what its thread did later.
+
+static HIDDEN void note_atomic(const void* at) {
+    Fiber& own = fibers[current];
+    bool is_new = own.fence != 0u;
+    for (unsigned number = 0u; number < published_count; number++) {
+        if (published[number].at != at) continue;
+        own.pending[number] = true;
+        is_new = is_new && published[number].fence != own.fence;
+    }
+    if (!is_new) return;
+    require_room(published_count, MOST_PUBLISHED, "atomic operations behind fences");
+    published[published_count++] = {at, own.fence};
+}
+
+static HIDDEN void __threadfence() {
+    if (!HAS_TSAN) return;
+    Fiber& own = fibers[current];
+    for (unsigned number = 0u; number < published_count; number++) {
+        if (own.pending[number]) __tsan_acquire(fences + published[number].fence);
+        own.pending[number] = false;
+    }
+    own.fence = ++fence_count;
+    require_room(own.fence, MOST_FENCES, "fences");
+    __tsan_release(fences + own.fence);
+}
+
+// Built without TSan, nothing has a fence.
 template <class Word>
 static Word atomicAdd(Word* at, Word value) {
+    note_atomic(at);
     return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+}
+
+// Add 1, or go back from the largest to 0.
+static unsigned atomicInc(unsigned* at, unsigned largest) {
+    note_atomic(at);
+    unsigned seen = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(at, &seen, seen >= largest ? 0u : seen + 1u, true, __ATOMIC_RELAXED,
+                                        __ATOMIC_RELAXED)) {
+    }
+    return seen;
 }
 
 template <class Word>
 static Word atomicOr(Word* at, Word value) {
+    note_atomic(at);
     return __atomic_fetch_or(at, value, __ATOMIC_RELAXED);
 }
 
 template <class Word>
 static Word atomicMax(Word* at, Word value) {
+    note_atomic(at);
     Word seen = __atomic_load_n(at, __ATOMIC_RELAXED);
     while (seen < value && !__atomic_compare_exchange_n(at, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
@@ -228,6 +287,7 @@ static Word atomicMax(Word* at, Word value) {
 
 template <class Word>
 static Word atomicMin(Word* at, Word value) {
+    note_atomic(at);
     Word seen = __atomic_load_n(at, __ATOMIC_RELAXED);
     while (seen > value && !__atomic_compare_exchange_n(at, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
@@ -236,12 +296,6 @@ static Word atomicMin(Word* at, Word value) {
 
 using std::max;
 using std::min;
-
-static void __threadfence() {
-    static char fence;
-    __tsan_acquire(&fence);
-    __tsan_release(&fence);
-}
 
 static unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 static float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
@@ -267,6 +321,7 @@ static HIDDEN void run_fiber() {
     __tsan_release(&launch_ends);
     fibers[current].done = true;
     progress++;
+    end_meeting(own_block(), threads_alive());
     switch_to_scheduler();
 }
 
@@ -277,6 +332,8 @@ static HIDDEN void start_fiber(unsigned thread) {
         fiber.tsan = __tsan_create_fiber(0u);
     }
     fiber.done = false;
+    fiber.fence = 0u;
+    std::fill_n(fiber.pending, HAS_TSAN ? MOST_PUBLISHED : 0u, false);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack;
     fiber.context.uc_stack.ss_size = STACK;
@@ -293,8 +350,8 @@ static HIDDEN bool run_block(u32 threads, u64 shared_nbytes, u32 seed) {
     shared_words = own;
     fibers = all_fibers[blockIdx.x % RING];
     for (u64 at = 0u; at < words + GUARD_WORDS; at++) shared_words[at] = POISON;
-    block_meeting = {};
-    for (Meeting& meeting : warp_meetings) meeting = {};
+    own_block() = {};
+    for (Meeting& meeting : warp_meetings[blockIdx.x % RING]) meeting = {};
     for (u32 thread = 0u; thread < threads; thread++) start_fiber(thread);
     scheduler_tsan = __tsan_get_current_fiber();
     for (bool left = true; left;) {
@@ -336,6 +393,7 @@ static HIDDEN bool launch(const void* kernel, u32 grid, u32 threads, u64 shared_
     the_argument = argument;
     blockDim.x = threads;
     gridDim.x = grid;
+    published_count = fence_count = 0u;
     __tsan_release(&launch_begins);
     bool within = true;
     for (blockIdx.x = 0u; blockIdx.x < grid; blockIdx.x++) within = run_block(threads, shared_nbytes, seed) && within;

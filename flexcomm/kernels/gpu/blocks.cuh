@@ -664,7 +664,6 @@ __device__ u32 encode_blocks(const Job& job, const Tensor& t, const Operand& at,
             });
         }
         if (first + here < end || t.variable) return;
-        __syncthreads();
         by_unit_word(block, section, unit, end, [&](i64 word) { sum += hashed(words[word], (u32)word); });
     });
     return sum;

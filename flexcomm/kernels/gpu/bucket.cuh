@@ -115,7 +115,7 @@ __device__ u64 status_word(u32 sender, u32 tensor, u32 problem) {
 __device__ bool is_last(const Job& job, u32 lane) {
     u32 before = 0u;
     __threadfence();
-    if (lane == 0u) before = atomicAdd(&job.tally->blocks, 1u);
+    if (lane == 0u) before = atomicInc(&job.tally->blocks, gridDim.x - 1u);  // the last one makes it 0 again
     before = __shfl_sync(ALL, before, 0);
     __threadfence();
     return before + 1u == gridDim.x;
@@ -158,6 +158,6 @@ __device__ void close_buffer(const Job& job, u32 sum, u32 lane) {
         job.words[CHECKSUM_WORD] = sum;
         *job.status = is_refused ? status_word(0u, (u32)problem, (u32)(problem >> 32)) : 0u;
         job.tally->problem = NOTHING_FOUND;
-        job.tally->checksum = job.tally->blocks = 0u;
+        job.tally->checksum = 0u;
     }
 }

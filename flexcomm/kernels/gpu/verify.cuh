@@ -84,7 +84,10 @@ __device__ void leave_verdict(const Job& job, u32 lane) {
         if (is_first) found = other;
     }
     __syncwarp();
-    for (u32 sender = lane; sender < job.senders; sender += 32u) job.tally[sender] = {NOTHING_FOUND, 0u, 0u};
+    for (u32 sender = lane; sender < job.senders; sender += 32u) {
+        job.tally[sender].problem = NOTHING_FOUND;
+        job.tally[sender].checksum = 0u;
+    }
     if (lane == 0u) *job.status = found;
 }
 
