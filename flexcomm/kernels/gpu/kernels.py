@@ -172,6 +172,8 @@ class GpuEncoder(_BucketKernel):
         self._plain_tables = BucketTables(plan, plan.plans, self._device, most, by_word=False, tiled=False)
         used = HEADER_NWORDS + sum(layout.nwords for layout in plan.layouts)
         self.set(refused=self._integers(max(1, tables.chunks), torch.uint8), nwords=plan.nwords, used_words=used)
+        if tables.has_shared_words:
+            self.set(open=self._integers(plan.nwords))
         self._scratch: dict[int, Tensor] = {}
         if tables.variables:
             count, counted = partial(self._integers, dtype=torch.int32), tables.counted

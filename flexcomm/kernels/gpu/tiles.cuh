@@ -13,7 +13,8 @@ const u32 PITCH = 68u;
 const u32 MAXIMA = 4u;                 // of a thread's coefficients, by column modulo this
 const u32 LIST_AT = 32u * PITCH;       // indices of candidates, and then of what is sent
 const u32 IMAGE_AT = LIST_AT + 1024u;  // of the chunk's payload
-const u32 CARRY_AT = 63u * PITCH + SIDE;  // of each section, the word that the next chunk goes on with
+const u32 FLOOR_AT = 63u * PITCH + SIDE;
+const u32 LARGEST_AT = FLOOR_AT + 1u;  // of what each warp has
 const u32 MOST_CANDIDATES = 1024u;
 const u32 SLACK = 4u;
 
@@ -84,25 +85,23 @@ __device__ float load_any_column(float (&v)[64], const Tensor& t, const Operand&
 // --- selection -------------------------------------------------------------------------------------------------------
 
 // Return a bound, as bits, that at least `k` coefficients reach, and few more if maxima of threads are much alike: the
-// k-th largest of all maxima, or a little less. Warps agree on it.
-__device__ u32 find_floor(const u32* tile, u32 k, u32 lane, u32* largest) {
-    u32 maxima[2u * MAXIMA], best = 0u, low = 0u;
+// k-th largest of all maxima, or a little less. One warp does.
+__device__ u32 find_floor(const u32* tile, u32 k, u32 lane, u32 largest) {
+    if (k > SIDE * MAXIMA) return 0u;
+    float maxima[2u * MAXIMA];
     UNROLL for (u32 half = 0u; half < 2u; half++) {
         Quad own = *(const Quad*)(tile + (lane + 32u * half) * PITCH);
-        maxima[4u * half] = own.x;
-        maxima[4u * half + 1u] = own.y;
-        maxima[4u * half + 2u] = own.z;
-        maxima[4u * half + 3u] = own.w;
+        maxima[4u * half] = __uint_as_float(own.x);
+        maxima[4u * half + 1u] = __uint_as_float(own.y);
+        maxima[4u * half + 2u] = __uint_as_float(own.z);
+        maxima[4u * half + 3u] = __uint_as_float(own.w);
     }
-    UNROLL for (u32 i = 0u; i < 2u * MAXIMA; i++) best = max(best, maxima[i]);
-    *largest = best = largest_of_lanes(best);
-    u32 high = best + 1u;
+    u32 low = 0u, high = largest + 1u;
     // Most often so many are within a factor of 64 of the largest.
-    u32 middle = best > 6u << 23 ? best - (6u << 23) : high >> 1;
-    if (k > SIDE * MAXIMA) return 0u;
+    u32 middle = largest > 6u << 23 ? largest - (6u << 23) : high >> 1;
     while (high - low > 1u) {
         u32 mine = 0u;
-        UNROLL for (u32 i = 0u; i < 2u * MAXIMA; i++) mine += maxima[i] >= middle;
+        UNROLL for (u32 i = 0u; i < 2u * MAXIMA; i++) add_if_reaching(mine, maxima[i], __uint_as_float(middle));
         u32 reaching = add_lanes(mine);
         if (reaching >= k) {
             low = middle;
@@ -167,7 +166,7 @@ __device__ u32 narrow(const float (&v)[64], u32 k, u32 most, u32* low, u32* high
     while (total > most && *high - *low > 1u) {
         float bound = __uint_as_float(middle);
         u32 mine = 0u;
-        UNROLL for (u32 i = 0u; i < SIDE; i++) mine += fabsf(v[i]) >= bound;
+        UNROLL for (u32 i = 0u; i < SIDE; i++) add_if_reaching(mine, fabsf(v[i]), bound);
         mine = add_lanes(mine);
         if (lane == 0u) tile[2u * turn + warp] = mine;
         __syncthreads();
@@ -260,7 +259,7 @@ __device__ void choose(u32* list, const float* state, u32 total, u32 k, u32 low,
 
 // --- payload ---------------------------------------------------------------------------------------------------------
 
-// A chunk's part of a section: its first word, and the first of its bits there.
+// A chunk's part of a section: its first word, where in that its first bit is, and how many words have bits of it.
 struct Part {
     i64 word;
     u32 shift, bits, words;
@@ -270,6 +269,19 @@ __device__ Part part_of(i64 section, u32 bits, u32 chunk) {
     u64 start = (u64)bits * chunk;
     u32 shift = (u32)start & 31u;
     return {section + (i64)(start >> 5), shift, bits, (shift + bits + 31u) >> 5};
+}
+
+// Add a chunk's bits of a word in which other chunks have bits, too. Return whether all are there: then the word is.
+__device__ bool complete_word(const Job& job, const Tensor& t, i64 section, const Part& part, u32 number, u32* content) {
+    u32 mine = min(part.shift + part.bits - 32u * number, 32u) - (number ? 0u : part.shift);
+    i64 at = part.word + number;
+    u32 all = (u32)min((i64)part.bits * t.chunks - 32 * (at - section), (i64)32);
+    if (mine == all) return true;
+    u64 before = atomicAdd(job.open + at, ((u64)mine << 32) | *content);
+    if ((u32)(before >> 32) + mine < all) return false;
+    *content |= (u32)before;
+    atomicExch(job.open + at, (u64)0);
+    return true;
 }
 
 __device__ Scales scale_of(const Tensor& t, const u32* list, const float* state, u32 lane, u32* codes) {
@@ -298,19 +310,13 @@ __device__ Scales scale_of(const Tensor& t, const u32* list, const float* state,
 
 // Write a chunk's payload, and take what it holds out of its state; one warp does. Without a list, it is zeros. Returns
 // this lane's part of the checksum.
-__device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, bool ends, const u32* list, float* state, u32 lane) {
-    u32 *image = shared_words + IMAGE_AT, *carry = shared_words + CARRY_AT;
-    Part indices = part_of(t.section.indices, t.k * t.section.entry_bits + t.section.chunk_bits, chunk);
-    Part scales = part_of(t.section.scales, 16u * t.scales, chunk);
-    Part values = part_of(t.section.values, t.k * t.value_bits + t.section.value_padding, chunk);
+__device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, const u32* list, float* state, u32 lane) {
+    u32* image = shared_words + IMAGE_AT;
+    const Part indices = part_of(t.section.indices, t.k * t.section.entry_bits + t.section.chunk_bits, chunk);
+    const Part scales = part_of(t.section.scales, 16u * t.scales, chunk);
+    const Part values = part_of(t.section.values, t.k * t.value_bits + t.section.value_padding, chunk);
     u32 scales_at = indices.words, values_at = scales_at + scales.words, total = values_at + values.words;
     for (u32 word = lane; word < total; word += 32u) image[word] = 0u;
-    __syncwarp();
-    if (lane == 0u) {
-        if (indices.shift) image[0] = carry[0];
-        if (scales.shift) image[scales_at] = carry[1];
-        if (values.shift) image[values_at] = carry[2];
-    }
     __syncwarp();
     if (list) {
         u32 codes;
@@ -333,18 +339,15 @@ __device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, bool ends, 
     u32 sum = 0u;
     for (u32 word = lane; word < total; word += 32u) {
         bool is_scale = word >= scales_at && word < values_at, is_value = word >= values_at;
-        u32 number = word - (is_value ? values_at : is_scale ? scales_at : 0u);
-        u32 bits_left = (is_value ? values.shift + values.bits : is_scale ? scales.shift + scales.bits
-                                                                         : indices.shift + indices.bits) -
-                        32u * number;
-        i64 at = (is_value ? values.word : is_scale ? scales.word : indices.word) + number;
-        u32 content = image[word];
-        if (!ends && bits_left < 32u) {
-            carry[is_value ? 2u : is_scale ? 1u : 0u] = content;
-        } else {
-            job.words[at] = content;
-            sum += hashed(content, (u32)at);
+        u32 number = word - (is_value ? values_at : is_scale ? scales_at : 0u), content = image[word];
+        if (t.unit > 1u) {
+            const Part part = is_value ? values : is_scale ? scales : indices;
+            i64 section = is_value ? t.section.values : is_scale ? t.section.scales : t.section.indices;
+            if (!complete_word(job, t, section, part, number, &content)) continue;
         }
+        i64 at = (is_value ? values.word : is_scale ? scales.word : indices.word) + number;
+        job.words[at] = content;
+        sum += hashed(content, (u32)at);
     }
     return sum;
 }
@@ -352,7 +355,7 @@ __device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, bool ends, 
 // --- encode ----------------------------------------------------------------------------------------------------------
 
 // Encode one chunk; return this thread's part of the checksum. The state is written only if all of it is finite.
-__device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, const Place& place, bool ends) {
+__device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, const Place& place) {
     const u32 chunk = place.chunk;
     float* tile = tile_floats();
     const u32 thread = threadIdx.x, lane = thread & 31u, warp = thread >> 5;
@@ -392,18 +395,26 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
     if (!fits) {
         atomicMin(&job.tally->problem, problem_at(unfit == 0.0f ? STATE_PROBLEM : NONFINITE_PROBLEM, t.number));
     }
+    u32 largest = largest_of_lanes(__float_as_uint(max_nan(max_nan(top[0], top[1]), max_nan(top[2], top[3]))));
+    if (lane == 0u) shared_words[LARGEST_AT + warp] = largest;
     __syncthreads();
-    u32 largest, low = find_floor(shared_words, t.k, lane, &largest);
+    largest = max(shared_words[LARGEST_AT], shared_words[LARGEST_AT + 1u]);
     u32* list = nullptr;
     float* state = at.next_state + (i64)chunk * 4096;
     GLOBAL(state);
     if (thread == 0u) job.refused[t.first_chunk + chunk] = largest >= INFINITE;
     if (largest < INFINITE) {
         UNROLL for (u32 j = 0u; j < SIDE; j++) state[j * SIDE + thread] = v[OUT[j]];
+        if (!warp) {
+            u32 low = find_floor(shared_words, t.k, lane, largest);
+            if (lane == 0u) shared_words[FLOOR_AT] = low;
+        }
+        __syncthreads();
+        u32 low = shared_words[FLOOR_AT], high = largest + 1u;
         scan(v, low, shared_words, warp, lane);
         __syncthreads();
         Bitmap bitmap = read_bitmap(shared_words, lane);
-        u32 total = add_lanes(bitmap.count()), high = largest + 1u;
+        u32 total = add_lanes(bitmap.count());
         u32 most = t.k <= 32u ? 64u : min(2u * t.k, MOST_CANDIDATES);
         if (total > most) {
             total = narrow(v, t.k, most, &low, &high, total, bitmap, shared_words, warp, lane);
@@ -411,29 +422,11 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
         if (warp) return 0u;
         list = shared_words + LIST_AT;
         list_candidates(bitmap, list, lane);
-        if (total > t.k) {
-            choose(list, state, total, t.k, low, high, lane);
-        }
-    } else {
-        __syncthreads();  // the other warp may still read maxima
-        if (warp) return 0u;
+        if (total > t.k) choose(list, state, total, t.k, low, high, lane);
+    } else if (warp) {
+        return 0u;
     }
-    return send_tile(job, t, chunk, ends, list, state, lane);
-}
-
-// Encode the chunks of a block; return this thread's part of the checksum.
-__device__ u32 encode_tiles(const Job& job, const Tensor& t, const Operand& at, Place place) {
-    u32 sum = 0u;
-    ROLLED for (u32 end = min(place.chunk + t.unit, t.chunks); place.chunk < end; place.chunk++) {
-        sum += encode_tile(job, t, at, place, place.chunk + 1u == end);
-        if (place.chunk + 1u < end) {
-            __syncthreads();  // the tile is used again
-        }
-        bool turns = place.col + SIDE >= (u32)t.cols;
-        place.col = turns ? 0u : place.col + SIDE;
-        place.row += turns ? SIDE : 0u;
-    }
-    return sum;
+    return send_tile(job, t, chunk, list, state, lane);
 }
 
 // --- decode ----------------------------------------------------------------------------------------------------------
