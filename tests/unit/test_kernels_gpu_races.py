@@ -67,8 +67,11 @@ MISTAKES = [
         " atomicAdd(job.open + at, ((u64)mine << 32) | *content);",
         " job.open[at]; job.open[at] += ((u64)mine << 32) | *content;",
     ),
-    Mistake("a tile cleared while sums are added", SQUARES, "= {0u, 0u, 0u, 0u}", BARRIER),
-    Mistake("two senders added at once", SQUARES, "magnitude_of(sum) - TINY >= INFINITE - TINY", WARP_BARRIER),
+    Mistake("a tile cleared while sums are added", SQUARES, "= {0u, 0u, 0u, 0u}", WARP_BARRIER),
+    Mistake("two senders added at once", SQUARES, "magnitude_of(watched) - LEAST >= LARGE - LEAST)", WARP_BARRIER),
+    Mistake("a code's bits read before all are there", SQUARES, "count += __popc(word)", WARP_BARRIER),
+    Mistake("a code's bits written over", SQUARES, "get(words, bit + entry * low, low), entry)", WARP_BARRIER),
+    Mistake("sums read before they are there", SQUARES, "shared_words[EXTREME_AT] = is_extreme", BARRIER),
     # blocks.cuh
     Mistake(
         "a counter cleared while it is read",

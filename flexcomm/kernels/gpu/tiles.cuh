@@ -13,6 +13,8 @@ const u32 PITCH = 68u;
 const u32 MAXIMA = 4u;                 // of a thread's coefficients, by column modulo this
 const u32 LIST_AT = 32u * PITCH;       // indices of candidates, and then of what is sent
 const u32 IMAGE_AT = LIST_AT + 1024u;  // of the chunk's payload
+const u32 EXTREME_AT = 4096u;  // whether a sum is
+const u32 PLACES_AT = 4224u;   // of an index code's bits
 const u32 FLOOR_AT = 63u * PITCH + SIDE;
 const u32 LARGEST_AT = FLOOR_AT + 1u;  // of what each warp has
 const u32 MOST_CANDIDATES = 1024u;
@@ -431,9 +433,20 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
 
 // --- decode ----------------------------------------------------------------------------------------------------------
 
-// Call visit(index, entry) for what a sender sent of a chunk, which has been verified; one warp does.
+// Where a chunk's part of a section begins in every buffer: a word, and a bit of it.
+struct Start {
+    i64 word;
+    u32 bit;
+};
+
+__device__ Start start_of(i64 section, u32 bits, u32 chunk) {
+    u64 start = (u64)bits * chunk;
+    return {section + (i64)(start >> 5), (u32)start & 31u};
+}
+
+// Call visit(index, entry) for what a sender sent of a chunk, whose indices begin at a bit; one warp does.
 template <class Visit>
-__device__ void visit_tile(const Tensor& t, const u32* words, i64 bit, u32 lane, Visit visit) {
+__device__ void visit_tile(const Tensor& t, const u32* words, u32 bit, u32 lane, Visit visit) {
     const u32 low = t.section.low_bits, code = t.section.code;
     if (code == PACKED) {
         for (u32 entry = lane; entry < t.k; entry += 32u) {
@@ -441,16 +454,24 @@ __device__ void visit_tile(const Tensor& t, const u32* words, i64 bit, u32 lane,
         }
         return;
     }
-    u32 ends = code == BITMAP ? 4096u : t.k + (4095u >> low), seen = 0u, below = (1u << lane) - 1u;
-    i64 highs = bit + t.k * low;
-    for (u32 first = 0u; first < ends; first += 32u) {
-        u32 word = get(words, highs + first, min(32u, ends - first));
-        if ((word >> lane) & 1u) {
-            u32 entry = seen + __popc(word & below);
-            u32 high = first + lane - (code == BITMAP ? 0u : entry);
+    // Where the bits of 128 high parts are set, in their order, so that every lane has an entry.
+    u32* places = shared_words + PLACES_AT;
+    u32 ends = code == BITMAP ? 4096u : t.k + (4095u >> low), highs = bit + t.k * low, seen = 0u;
+    ROLLED for (u32 first = 0u; first < ends; first += 128u) {
+        u32 at = first + 32u * (lane & 3u), count = 0u;
+        u32 own = at < ends ? get(words, highs + at, min(32u, ends - at)) : 0u;
+        UNROLL for (u32 i = 0u; i < 4u; i++) {
+            u32 word = __shfl_sync(ALL, own, i);
+            if (word & (1u << lane)) places[count + __popc(word & ((1u << lane) - 1u))] = first + 32u * i + lane;
+            count += __popc(word);
+        }
+        __syncwarp();
+        ROLLED for (u32 i = lane; i < count; i += 32u) {
+            u32 entry = seen + i, high = places[i] - (code == BITMAP ? 0u : entry);
             visit((high << low) | get(words, bit + entry * low, low), entry);
         }
-        seen += __popc(word);
+        __syncwarp();
+        seen += count;
     }
 }
 
@@ -462,44 +483,46 @@ __device__ float divided(float sum, float divisor, float reciprocal, bool is_ext
     return fmaf(fmaf(-quotient, divisor, sum), reciprocal, quotient);
 }
 
-// Add what all senders sent of a chunk, in their order, to the tile; leave behind it whether a sum is tiny or infinite.
-__device__ void add_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane) {
+// Add what all senders sent of a chunk, in their order, to the tile, each value times a power of two. Return whether some
+// are so small or large that not only powers of two would be lost by that, or by divided().
+__device__ bool add_senders(const Job& job, const Tensor& t, u32 chunk, float factor, u32 lane) {
     float* tile = tile_floats();
-    const u32 TINY = 32u << 23;
-    i64 index_bit = 32 * t.section.indices + (i64)chunk * (t.k * t.section.entry_bits + t.section.chunk_bits);
-    i64 value_bit = 32 * t.section.values + (i64)chunk * (t.k * t.value_bits + t.section.value_padding);
+    const u32 LEAST = 47u << 23, LARGE = 227u << 23;  // 2**-80 and 2**100
+    const Start indices = start_of(t.section.indices, t.k * t.section.entry_bits + t.section.chunk_bits, chunk);
+    const Start values = start_of(t.section.values, t.k * t.value_bits + t.section.value_padding, chunk);
     bool is_extreme = false;
-    for (u32 sender = 0u; sender < job.senders; sender++) {
+    ROLLED for (u32 sender = 0u; sender < job.senders; sender++) {
         const u32* words = job.words + job.starts[2u * sender];
         GLOBAL(words);
+        const u32* codes = words + values.word;
         Scales scales = get_scales(words, t, t.section, chunk);
-        visit_tile(t, words, index_bit, lane, [&](u32 index, u32 entry) {
-            u32 code = get(words, value_bit + entry * t.value_bits, t.value_bits);
-            float sum = tile[index & 4095u] + dequantise(t.values, code, scales);
+        visit_tile(t, words + indices.word, indices.bit, lane, [&](u32 index, u32 entry) {
+            u32 code = get(codes, values.bit + entry * t.value_bits, t.value_bits);
+            float value = t.values == BF16 ? bf16_value(code) : dequantise(t.values, code, scales);
+            float sum = tile[index & 4095u] + value * factor, watched = job.is_exact ? value : sum;
             tile[index & 4095u] = sum;
-            // Tiny ones wrap around.
-            is_extreme = is_extreme || (sum != 0.0f && magnitude_of(sum) - TINY >= INFINITE - TINY);
+            is_extreme = is_extreme || (watched != 0.0f && magnitude_of(watched) - LEAST >= LARGE - LEAST);
         });
         __syncwarp();
     }
-    is_extreme = __any_sync(ALL, is_extreme);
-    if (lane == 0u) shared_words[4096] = is_extreme;
+    return __any_sync(ALL, is_extreme);
 }
 
 // Count in the tile how many senders sent each coefficient of a chunk.
 __device__ void count_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane) {
-    i64 index_bit = 32 * t.section.indices + (i64)chunk * (t.k * t.section.entry_bits + t.section.chunk_bits);
-    for (u32 sender = 0u; sender < job.senders; sender++) {
-        const u32* words = job.words + job.starts[2u * sender];
+    const Start indices = start_of(t.section.indices, t.k * t.section.entry_bits + t.section.chunk_bits, chunk);
+    ROLLED for (u32 sender = 0u; sender < job.senders; sender++) {
+        const u32* words = job.words + job.starts[2u * sender] + indices.word;
         GLOBAL(words);
-        visit_tile(t, words, index_bit, lane, [&](u32 index, u32) { shared_words[index & 4095u]++; });
+        visit_tile(t, words, indices.bit, lane, [&](u32 index, u32) { shared_words[index & 4095u]++; });
         __syncwarp();
     }
 }
 
-__device__ void clear_tile() {
-    UNROLL for (u32 i = 0u; i < 16u; i++) ((Quad*)shared_words)[threadIdx.x + SIDE * i] = {0u, 0u, 0u, 0u};
-    __syncthreads();
+// Clear the first 4,096 words of the tile; one warp does.
+__device__ void clear_tile(u32 lane) {
+    UNROLL for (u32 i = 0u; i < 32u; i++) ((Quad*)shared_words)[lane + 32u * i] = {0u, 0u, 0u, 0u};
+    __syncwarp();
 }
 
 // Fill the registers with the averages of a chunk's coefficients: those of frequency `thread` down the columns.
@@ -508,8 +531,10 @@ __device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u
     const u32 thread = threadIdx.x, lane = thread & 31u;
     u32 counts[16];
     if (!job.divisor) {
-        clear_tile();
-        if (thread < 32u) count_senders(job, t, chunk, lane);
+        if (thread < 32u) {
+            clear_tile(lane);
+            count_senders(job, t, chunk, lane);
+        }
         __syncthreads();
         UNROLL for (u32 i = 0u; i < 16u; i++) {
             counts[i] = 0u;
@@ -517,13 +542,21 @@ __device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u
         }
         __syncthreads();
     }
-    clear_tile();
-    if (thread < 32u) add_senders(job, t, chunk, lane);
+    if (thread < 32u) {
+        float factor = job.is_exact ? job.reciprocal : 1.0f;
+        clear_tile(lane);
+        bool is_extreme = add_senders(job, t, chunk, factor, lane);
+        if (is_extreme && factor != 1.0f) {
+            clear_tile(lane);
+            add_senders(job, t, chunk, 1.0f, lane);
+        }
+        if (lane == 0u) shared_words[EXTREME_AT] = is_extreme;
+    }
     __syncthreads();
-    if (job.is_exact) {
-        UNROLL for (u32 j = 0u; j < SIDE; j++) v[OUT[j]] = tile[j * SIDE + thread] * job.reciprocal;
+    bool is_extreme = shared_words[EXTREME_AT] != 0u;
+    if (job.is_exact && !is_extreme) {
+        UNROLL for (u32 j = 0u; j < SIDE; j++) v[OUT[j]] = tile[j * SIDE + thread];
     } else if (job.divisor) {
-        bool is_extreme = shared_words[4096] != 0u;
         float divisor = (float)job.divisor;
         UNROLL for (u32 j = 0u; j < SIDE; j++) {
             v[OUT[j]] = divided(tile[j * SIDE + thread], divisor, job.reciprocal, is_extreme);
@@ -537,13 +570,17 @@ __device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u
     }
 }
 
+// An element's transform lacks a factor of 2**-6, which no sign depends on, unless the product rounds to zero.
+const float SIDE_SCALE = 0.015625f;
+const float NO_SIGN = 4.4841550858394146e-44f;  // 2**-144
+
 template <int EPILOGUE>
 __device__ float stepped(const Job& job, float before, float average) {
     if (EPILOGUE == STORE) return average;
     float lr = (float)job.lr, kept = before * (float)job.keep;
     if (EPILOGUE == PLAIN_STEP) return kept - average;
     float step = __uint_as_float((__float_as_uint(average) & 0x80000000u) ^ __float_as_uint(lr));
-    return fabsf(average) > 0.0f ? kept - step : kept;  // NaN has no sign
+    return fabsf(average) > NO_SIGN ? kept - step : kept;  // NaN has no sign
 }
 
 // Four or eight elements of a row.
@@ -572,16 +609,20 @@ __device__ void step_rows(const Job& job, char* memory, u64 pitch) {
     const u32 NBYTES = ELEMENT == FLOAT ? 4u : 2u, NUMEL = 16u / NBYTES, ACROSS = SIDE / NUMEL, BATCH = 8u;
     const u32 thread = threadIdx.x, down = thread / ACROSS, across = thread % ACROSS * NUMEL;
     const float* averages = tile_floats() + down * PITCH + across;
-    const u64 step = NUMEL * pitch;
-    char *loaded = memory + down * pitch + across * NBYTES, *stored = loaded;
+    u64 step = NUMEL * pitch;
+    char* row = memory + down * pitch + across * NBYTES;
+    OPAQUE(step);
+    OPAQUE(row);
+    GLOBAL(row);
     ROLLED for (u32 first = 0u; first < SIDE / NUMEL; first += BATCH) {
+        char* rows[BATCH];
         Quad before[BATCH] = {};
-        UNROLL for (u32 i = 0u; i < BATCH; i++, loaded += step) {
-            if (EPILOGUE != STORE) before[i] = *(const Quad*)loaded;
+        UNROLL for (u32 i = 0u; i < BATCH; i++, row += step) {
+            rows[i] = row;
+            if (EPILOGUE != STORE) before[i] = *(const Quad*)row;
         }
-        UNROLL for (u32 i = 0u; i < BATCH; i++, stored += step) {
-            *(Quad*)stored = step_quad<EPILOGUE, ELEMENT>(job, before[i], averages);
-            averages += NUMEL * PITCH;
+        UNROLL for (u32 i = 0u; i < BATCH; i++, averages += NUMEL * PITCH) {
+            *(Quad*)rows[i] = step_quad<EPILOGUE, ELEMENT>(job, before[i], averages);
         }
     }
 }
@@ -635,7 +676,9 @@ __device__ void decode_tile(const Job& job, const Tensor& t, const Operand& at, 
     __syncthreads();
     UNROLL for (u32 i = 0u; i < SIDE; i++) v[OUT[i]] = tile[i * PITCH + thread];
     idct64(v);
-    UNROLL for (u32 i = 0u; i < SIDE; i++) tile[i * PITCH + thread] = v[i] * t.scale;
+    UNROLL for (u32 i = 0u; i < SIDE; i++) {
+        tile[i * PITCH + thread] = EPILOGUE == SIGN_STEP ? v[i] : v[i] * SIDE_SCALE;
+    }
     __syncthreads();
     if (at.element == FLOAT) step_tile<EPILOGUE, FLOAT>(job, memory, pitch, rows, cols);
     if (at.element == BFLOAT16) step_tile<EPILOGUE, BFLOAT16>(job, memory, pitch, rows, cols);
