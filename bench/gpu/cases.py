@@ -132,6 +132,7 @@ def run_case(case: Case, launcher: CountingLauncher) -> Measured:
     regions = [Region(f"node {number}", number * plan.nwords, plan.nwords) for number in range(case.senders)]
     decoder, decoder_by_reference = (one.decoder(plan, words.view(-1), regions) for one in (kernels, _REFERENCE))
     run("verify", lambda: decoder.verify(step=0, sequence=0))
+    decoder_by_reference.verify(step=0, sequence=0)
     run("decode", lambda: decoder.decode_([x], step=0, average=case.average, epilogue=case.epilogue))
     decoder_by_reference.decode_([tensor], step=0, average=case.average, epilogue=case.epilogue)
     _require_equal(case, "decode", (x, tensor))

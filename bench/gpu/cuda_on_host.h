@@ -22,6 +22,7 @@
 #define UNROLL
 #define ROLLED
 #define GLOBAL(pointer)
+#define OPAQUE(number)
 #define HIDDEN __attribute__((no_sanitize("thread"), noinline))
 
 #ifdef __SANITIZE_THREAD__
@@ -261,6 +262,12 @@ static Word atomicAdd(Word* at, Word value) {
 }
 
 // Add 1, or go back from the largest to 0.
+template <class Word>
+static Word atomicExch(Word* at, Word value) {
+    note_atomic(at);
+    return __atomic_exchange_n(at, value, __ATOMIC_RELAXED);
+}
+
 static unsigned atomicInc(unsigned* at, unsigned largest) {
     note_atomic(at);
     unsigned seen = __atomic_load_n(at, __ATOMIC_RELAXED);
@@ -302,6 +309,7 @@ static float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits);
 static unsigned __popc(unsigned bits) { return (unsigned)std::popcount(bits); }
 static unsigned __ffs(unsigned bits) { return (unsigned)__builtin_ffs((int)bits); }
 static unsigned __clz(unsigned bits) { return (unsigned)std::countl_zero(bits); }
+static void add_if_reaching(unsigned& count, float value, float bound) { count += value >= bound; }
 static float max_nan(float a, float b) { return a != a || b != b ? __uint_as_float(0x7FFFFFFFu) : a > b ? a : b; }
 
 #include KERNELS

@@ -188,12 +188,12 @@ def test_squares_of_any_dtype_are_encoded_without_states(dtype: torch.dtype, mak
 @pytest.mark.parametrize("senders", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.bfloat16], DTYPES), ids=str)
 def test_squares_step_as_the_reference_does(dtype: torch.dtype, senders: int, make_kernels: MakeKernels) -> None:
-    """Whole chunks and rims, aligned rows and others, few coefficients and many, and averages that are denormal."""
+    """Whole chunks and rims, rows aligned and not, few coefficients and many, averages that are denormal or vanish."""
     epilogues = Epilogue(), Epilogue("sign_step", 0.01, 0.9), Epilogue("plain_step", 0.0, 0.95)
     for number, shape in enumerate([(128, 128), (100, 90), (64, 68)]):
         k, values = ((32, ValueCode.BF16), (396, ValueCode.SIGN), (9, ValueCode.FP32))[(number + senders) % 3]
         bucket = plan_single(TensorPlan(*shape, 64, 64, True, Selection.TOP_K, k, values))
-        size = 1e-37 if number == 1 else 1.0
+        size = (1.0, 1e-37, 1e-43)[number]
         sent = [encode_bucket(REFERENCE, bucket, [numbers("normal", shape, 20 + one) * size]) for one in range(senders)]
         words, nwords = torch.cat([one.words for one in sent]), sent[0].words.numel()
         regions = [Region(f"sender {one}", one * nwords, nwords) for one in range(senders)]

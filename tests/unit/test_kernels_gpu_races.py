@@ -57,13 +57,21 @@ MISTAKES = [
     Mistake("a list written while it is read", SQUARES, "u32 all_kept = __ballot_sync(ALL, kept)", WARP_BARRIER),
     Mistake("a payload cleared while it is begun", SQUARES, "image[word] = 0u", WARP_BARRIER),
     Mistake("a payload copied while it is made", SQUARES, "job.stays * (value - unsent)", WARP_BARRIER),
-    Mistake("a tile used again while it is read", SQUARES, "", BARRIER + "  // the tile is used again"),
+    Mistake("maxima read before they are there", SQUARES, "shared_words[LARGEST_AT + warp] = largest", BARRIER),
+    Mistake("a bound read before it is there", SQUARES, "shared_words[FLOOR_AT] = low", BARRIER),
+    Mistake("candidates read before all are there", SQUARES, "scan(v, low, shared_words, warp, lane)", BARRIER),
     Mistake(
-        "maxima written over while they are read", REFUSED, "", BARRIER + "  // the other warp may still read maxima"
+        "a word of two chunks made by stores",
+        SQUARES,
+        "u64 before =",
+        " atomicAdd(job.open + at, ((u64)mine << 32) | *content);",
+        " job.open[at]; job.open[at] += ((u64)mine << 32) | *content;",
     ),
-    Mistake("a chunk that two blocks write", SQUARES, "min(place.chunk + t.unit", ",", " + 1u,"),
-    Mistake("a tile cleared while sums are added", SQUARES, "= {0u, 0u, 0u, 0u}", BARRIER),
-    Mistake("two senders added at once", SQUARES, "magnitude_of(sum) - TINY >= INFINITE - TINY", WARP_BARRIER),
+    Mistake("a tile cleared while sums are added", SQUARES, "= {0u, 0u, 0u, 0u}", WARP_BARRIER),
+    Mistake("two senders added at once", SQUARES, "magnitude_of(watched) - LEAST >= LARGE - LEAST)", WARP_BARRIER),
+    Mistake("a code's bits read before all are there", SQUARES, "count += __popc(word)", WARP_BARRIER),
+    Mistake("a code's bits written over", SQUARES, "get(words, bit + entry * low, low), entry)", WARP_BARRIER),
+    Mistake("sums read before they are there", SQUARES, "shared_words[EXTREME_AT] = is_extreme", BARRIER),
     # blocks.cuh
     Mistake(
         "a counter cleared while it is read",
@@ -103,7 +111,7 @@ MISTAKES = [
     Mistake("a problem left by a store", DAMAGE, "if (problem)", "atomicMin(&tally.problem,", "tally.problem = ("),
     # variable.cuh
     Mistake("sums written over while they are read", THRESHOLDS, "before_lane(mine, lane)", BARRIER),
-    Mistake("sums read before they are there", THRESHOLDS, "shared_words[warp] = before + mine", BARRIER),
+    Mistake("sums of warps read before they are there", THRESHOLDS, "shared_words[warp] = before + mine", BARRIER),
     Mistake("two thresholds at once", THRESHOLDS, "job.variables + t.variable] = is_raised", BARRIER),
     Mistake(
         "a bin counted by a store",

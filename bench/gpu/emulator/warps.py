@@ -301,6 +301,7 @@ ATOMICS: dict[str, Callable[[int, int], int]] = {
     "MAX": max,
     "OR": int.__or__,
     "AND": int.__and__,
+    "INC": lambda before, value: 0 if before >= value else before + 1,
     "EXCH": lambda _, value: value,
     "INC": lambda there, limit: 0 if there >= limit else there + 1,
 }

@@ -42,13 +42,14 @@ __device__ void put(u32* words, Position position, u32 value, u32 width) {
     if ((u32)(spread >> 32)) atomicOr(word + 1, (u32)(spread >> 32));
 }
 
-__device__ u32 get(const u32* words, i64 position, u32 width) {
+template <class Position>
+__device__ u32 get(const u32* words, Position position, u32 width) {
     if (width == 0u) return 0u;
     const u32* word = words + (position >> 5);
     u32 shift = (u32)position & 31u;
-    u64 value = word[0];
-    if (shift + width > 32u) value |= (u64)word[1] << 32;
-    return (u32)(value >> shift) & (ALL >> (32u - width));
+    u32 value = word[0] >> shift;
+    if (shift + width > 32u) value |= word[1] << (32u - shift);
+    return value & (ALL >> (32u - width));
 }
 
 __device__ u32 mix32(u32 value) {

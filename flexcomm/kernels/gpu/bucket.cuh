@@ -53,7 +53,8 @@ struct Tensor {
     i64 rows, cols;
     u32 chunk_rows, chunk_cols, grid_cols, chunk_numel, chunks;
     u32 transformed, selection, k, values, value_bits, scales, tau_bits, variable, count_bits;
-    u32 is_tiled, unit, first_chunk, first_counted, number, nwords, variable_length;  // unit: the chunks of a block; first: of all
+    u32 is_tiled, unit, first_chunk, first_counted, number, nwords, variable_length;  // first: of all
+    // unit: the chunks of a block; of a tile, so many share no word with the next ones
     u32 group, pitch, pitch_down, pitch_along, turned_at, marks_at, ranks_at, block_words, stride;
     float scale;
     Transform down, along, inverse_down, inverse_along;
@@ -90,6 +91,7 @@ struct Job {
     u64* status;
     Tally* tally;  // one for each sender
     u8* refused;   // by chunk: the last encode did not update its state
+    u64* open;     // by word: bits that some chunks have put there, and above, how many; zero when all have
     u32* totals;   // where the data says how many: entries, words, the threshold of each tensor, whether it was raised
     u32* counts;   // of chunks: how many reach the threshold, and then, how many are above its bin
     u32* bins;

@@ -11,7 +11,7 @@ extern "C" __global__ void OF_CHUNKS encode(const Job job) {
     const Operand at = job.operands[place.tensor];
     u32 sum;
     if (t.is_tiled) {
-        sum = encode_tiles(job, t, at, place);
+        sum = encode_tile(job, t, at, place);
         if (threadIdx.x >= 32u) return;  // the first warp has the whole sum
     } else {
         sum = encode_blocks(job, t, at, place.chunk);

@@ -175,6 +175,8 @@ class GpuEncoder(_BucketKernel):
         self._plain_tables = BucketTables(plan, plan.plans, self._device, most, by_word=False, tiled=False)
         used = HEADER_NWORDS + sum(layout.nwords for layout in plan.layouts)
         self.set(refused=self._integers(max(1, tables.chunks), torch.uint8), nwords=plan.nwords, used_words=used)
+        if tables.has_shared_words:
+            self.set(open=self._integers(plan.nwords))
         if tables.variables:
             count, counted = partial(self._integers, dtype=torch.int32), tables.counted
             self.set(totals=count(2 + 2 * tables.variables), counts=count(2 * counted), bins=count(1))

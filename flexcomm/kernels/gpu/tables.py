@@ -71,7 +71,7 @@ TENSOR = _fields(
 OPERAND = _fields((_U64, "memory state next_state"), (_U32, "element key start"), (_F32, "factor"))
 PLACE = _fields((_U32, "tensor chunk row col"))
 JOB = _fields(
-    (_U64, "places tensors operands sections starts words status tally refused totals counts bins before placed"),
+    (_U64, "places tensors operands sections starts words status tally refused open totals counts bins before placed"),
     (_U32, "tensor_count senders divisor blocks nwords used_words share place_count"),
     (_F32, "decay stays reciprocal"),
     (_U32, "is_exact is_variable_length variables counted is_recount"),
@@ -112,6 +112,7 @@ class BucketTables:
         usual = TILE_NBYTES if any(self.is_tiled) else _USUAL_NBYTES
         self._held: list[Tensor] = []
         self.shared_nbytes = _COUNTERS * WORD_NBYTES
+        self.has_shared_words = False
         records, places, blocks = np.zeros(max(1, len(plans)), TENSOR), [], 0
         counted = variables = 0
         firsts = list(accumulate((plan.chunks for plan in plans), initial=0))
@@ -126,8 +127,9 @@ class BucketTables:
             whole = _aligned_chunks(plan, layout) if by_word else 1
             if self.is_tiled[number]:
                 record["group"], record["unit"] = 1, whole
+                self.has_shared_words = self.has_shared_words or whole > 1
                 self.shared_nbytes = max(self.shared_nbytes, TILE_NBYTES)
-                firsts_of_blocks = np.arange(0, plan.chunks, whole)
+                firsts_of_blocks = np.arange(0, plan.chunks)
             else:
                 firsts_of_blocks = self._plan_blocks(record, plan, whole, usual, shared_nbytes, device)
             places.append(_places(number, plan, firsts_of_blocks))

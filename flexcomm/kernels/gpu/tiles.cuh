@@ -13,7 +13,10 @@ const u32 PITCH = 68u;
 const u32 MAXIMA = 4u;                 // of a thread's coefficients, by column modulo this
 const u32 LIST_AT = 32u * PITCH;       // indices of candidates, and then of what is sent
 const u32 IMAGE_AT = LIST_AT + 1024u;  // of the chunk's payload
-const u32 CARRY_AT = 63u * PITCH + SIDE;  // of each section, the word that the next chunk goes on with
+const u32 EXTREME_AT = 4096u;  // whether a sum is
+const u32 PLACES_AT = 4224u;   // of an index code's bits
+const u32 FLOOR_AT = 63u * PITCH + SIDE;
+const u32 LARGEST_AT = FLOOR_AT + 1u;  // of what each warp has
 const u32 MOST_CANDIDATES = 1024u;
 const u32 SLACK = 4u;
 
@@ -84,25 +87,23 @@ __device__ float load_any_column(float (&v)[64], const Tensor& t, const Operand&
 // --- selection -------------------------------------------------------------------------------------------------------
 
 // Return a bound, as bits, that at least `k` coefficients reach, and few more if maxima of threads are much alike: the
-// k-th largest of all maxima, or a little less. Warps agree on it.
-__device__ u32 find_floor(const u32* tile, u32 k, u32 lane, u32* largest) {
-    u32 maxima[2u * MAXIMA], best = 0u, low = 0u;
+// k-th largest of all maxima, or a little less. One warp does.
+__device__ u32 find_floor(const u32* tile, u32 k, u32 lane, u32 largest) {
+    if (k > SIDE * MAXIMA) return 0u;
+    float maxima[2u * MAXIMA];
     UNROLL for (u32 half = 0u; half < 2u; half++) {
         Quad own = *(const Quad*)(tile + (lane + 32u * half) * PITCH);
-        maxima[4u * half] = own.x;
-        maxima[4u * half + 1u] = own.y;
-        maxima[4u * half + 2u] = own.z;
-        maxima[4u * half + 3u] = own.w;
+        maxima[4u * half] = __uint_as_float(own.x);
+        maxima[4u * half + 1u] = __uint_as_float(own.y);
+        maxima[4u * half + 2u] = __uint_as_float(own.z);
+        maxima[4u * half + 3u] = __uint_as_float(own.w);
     }
-    UNROLL for (u32 i = 0u; i < 2u * MAXIMA; i++) best = max(best, maxima[i]);
-    *largest = best = largest_of_lanes(best);
-    u32 high = best + 1u;
+    u32 low = 0u, high = largest + 1u;
     // Most often so many are within a factor of 64 of the largest.
-    u32 middle = best > 6u << 23 ? best - (6u << 23) : high >> 1;
-    if (k > SIDE * MAXIMA) return 0u;
+    u32 middle = largest > 6u << 23 ? largest - (6u << 23) : high >> 1;
     while (high - low > 1u) {
         u32 mine = 0u;
-        UNROLL for (u32 i = 0u; i < 2u * MAXIMA; i++) mine += maxima[i] >= middle;
+        UNROLL for (u32 i = 0u; i < 2u * MAXIMA; i++) add_if_reaching(mine, maxima[i], __uint_as_float(middle));
         u32 reaching = add_lanes(mine);
         if (reaching >= k) {
             low = middle;
@@ -167,7 +168,7 @@ __device__ u32 narrow(const float (&v)[64], u32 k, u32 most, u32* low, u32* high
     while (total > most && *high - *low > 1u) {
         float bound = __uint_as_float(middle);
         u32 mine = 0u;
-        UNROLL for (u32 i = 0u; i < SIDE; i++) mine += fabsf(v[i]) >= bound;
+        UNROLL for (u32 i = 0u; i < SIDE; i++) add_if_reaching(mine, fabsf(v[i]), bound);
         mine = add_lanes(mine);
         if (lane == 0u) tile[2u * turn + warp] = mine;
         __syncthreads();
@@ -260,7 +261,7 @@ __device__ void choose(u32* list, const float* state, u32 total, u32 k, u32 low,
 
 // --- payload ---------------------------------------------------------------------------------------------------------
 
-// A chunk's part of a section: its first word, and the first of its bits there.
+// A chunk's part of a section: its first word, where in that its first bit is, and how many words have bits of it.
 struct Part {
     i64 word;
     u32 shift, bits, words;
@@ -270,6 +271,19 @@ __device__ Part part_of(i64 section, u32 bits, u32 chunk) {
     u64 start = (u64)bits * chunk;
     u32 shift = (u32)start & 31u;
     return {section + (i64)(start >> 5), shift, bits, (shift + bits + 31u) >> 5};
+}
+
+// Add a chunk's bits of a word in which other chunks have bits, too. Return whether all are there: then the word is.
+__device__ bool complete_word(const Job& job, const Tensor& t, i64 section, const Part& part, u32 number, u32* content) {
+    u32 mine = min(part.shift + part.bits - 32u * number, 32u) - (number ? 0u : part.shift);
+    i64 at = part.word + number;
+    u32 all = (u32)min((i64)part.bits * t.chunks - 32 * (at - section), (i64)32);
+    if (mine == all) return true;
+    u64 before = atomicAdd(job.open + at, ((u64)mine << 32) | *content);
+    if ((u32)(before >> 32) + mine < all) return false;
+    *content |= (u32)before;
+    atomicExch(job.open + at, (u64)0);
+    return true;
 }
 
 __device__ Scales scale_of(const Tensor& t, const u32* list, const float* state, u32 lane, u32* codes) {
@@ -298,19 +312,13 @@ __device__ Scales scale_of(const Tensor& t, const u32* list, const float* state,
 
 // Write a chunk's payload, and take what it holds out of its state; one warp does. Without a list, it is zeros. Returns
 // this lane's part of the checksum.
-__device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, bool ends, const u32* list, float* state, u32 lane) {
-    u32 *image = shared_words + IMAGE_AT, *carry = shared_words + CARRY_AT;
-    Part indices = part_of(t.section.indices, t.k * t.section.entry_bits + t.section.chunk_bits, chunk);
-    Part scales = part_of(t.section.scales, 16u * t.scales, chunk);
-    Part values = part_of(t.section.values, t.k * t.value_bits + t.section.value_padding, chunk);
+__device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, const u32* list, float* state, u32 lane) {
+    u32* image = shared_words + IMAGE_AT;
+    const Part indices = part_of(t.section.indices, t.k * t.section.entry_bits + t.section.chunk_bits, chunk);
+    const Part scales = part_of(t.section.scales, 16u * t.scales, chunk);
+    const Part values = part_of(t.section.values, t.k * t.value_bits + t.section.value_padding, chunk);
     u32 scales_at = indices.words, values_at = scales_at + scales.words, total = values_at + values.words;
     for (u32 word = lane; word < total; word += 32u) image[word] = 0u;
-    __syncwarp();
-    if (lane == 0u) {
-        if (indices.shift) image[0] = carry[0];
-        if (scales.shift) image[scales_at] = carry[1];
-        if (values.shift) image[values_at] = carry[2];
-    }
     __syncwarp();
     if (list) {
         u32 codes;
@@ -333,18 +341,15 @@ __device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, bool ends, 
     u32 sum = 0u;
     for (u32 word = lane; word < total; word += 32u) {
         bool is_scale = word >= scales_at && word < values_at, is_value = word >= values_at;
-        u32 number = word - (is_value ? values_at : is_scale ? scales_at : 0u);
-        u32 bits_left = (is_value ? values.shift + values.bits : is_scale ? scales.shift + scales.bits
-                                                                         : indices.shift + indices.bits) -
-                        32u * number;
-        i64 at = (is_value ? values.word : is_scale ? scales.word : indices.word) + number;
-        u32 content = image[word];
-        if (!ends && bits_left < 32u) {
-            carry[is_value ? 2u : is_scale ? 1u : 0u] = content;
-        } else {
-            job.words[at] = content;
-            sum += hashed(content, (u32)at);
+        u32 number = word - (is_value ? values_at : is_scale ? scales_at : 0u), content = image[word];
+        if (t.unit > 1u) {
+            const Part part = is_value ? values : is_scale ? scales : indices;
+            i64 section = is_value ? t.section.values : is_scale ? t.section.scales : t.section.indices;
+            if (!complete_word(job, t, section, part, number, &content)) continue;
         }
+        i64 at = (is_value ? values.word : is_scale ? scales.word : indices.word) + number;
+        job.words[at] = content;
+        sum += hashed(content, (u32)at);
     }
     return sum;
 }
@@ -352,7 +357,7 @@ __device__ u32 send_tile(const Job& job, const Tensor& t, u32 chunk, bool ends, 
 // --- encode ----------------------------------------------------------------------------------------------------------
 
 // Encode one chunk; return this thread's part of the checksum. The state is written only if all of it is finite.
-__device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, const Place& place, bool ends) {
+__device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, const Place& place) {
     const u32 chunk = place.chunk;
     float* tile = tile_floats();
     const u32 thread = threadIdx.x, lane = thread & 31u, warp = thread >> 5;
@@ -392,18 +397,26 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
     if (!fits) {
         atomicMin(&job.tally->problem, problem_at(unfit == 0.0f ? STATE_PROBLEM : NONFINITE_PROBLEM, t.number));
     }
+    u32 largest = largest_of_lanes(__float_as_uint(max_nan(max_nan(top[0], top[1]), max_nan(top[2], top[3]))));
+    if (lane == 0u) shared_words[LARGEST_AT + warp] = largest;
     __syncthreads();
-    u32 largest, low = find_floor(shared_words, t.k, lane, &largest);
+    largest = max(shared_words[LARGEST_AT], shared_words[LARGEST_AT + 1u]);
     u32* list = nullptr;
     float* state = at.next_state + (i64)chunk * 4096;
     GLOBAL(state);
     if (thread == 0u) job.refused[t.first_chunk + chunk] = largest >= INFINITE;
     if (largest < INFINITE) {
         UNROLL for (u32 j = 0u; j < SIDE; j++) state[j * SIDE + thread] = v[OUT[j]];
+        if (!warp) {
+            u32 low = find_floor(shared_words, t.k, lane, largest);
+            if (lane == 0u) shared_words[FLOOR_AT] = low;
+        }
+        __syncthreads();
+        u32 low = shared_words[FLOOR_AT], high = largest + 1u;
         scan(v, low, shared_words, warp, lane);
         __syncthreads();
         Bitmap bitmap = read_bitmap(shared_words, lane);
-        u32 total = add_lanes(bitmap.count()), high = largest + 1u;
+        u32 total = add_lanes(bitmap.count());
         u32 most = t.k <= 32u ? 64u : min(2u * t.k, MOST_CANDIDATES);
         if (total > most) {
             total = narrow(v, t.k, most, &low, &high, total, bitmap, shared_words, warp, lane);
@@ -411,35 +424,29 @@ __device__ u32 encode_tile(const Job& job, const Tensor& t, const Operand& at, c
         if (warp) return 0u;
         list = shared_words + LIST_AT;
         list_candidates(bitmap, list, lane);
-        if (total > t.k) {
-            choose(list, state, total, t.k, low, high, lane);
-        }
-    } else {
-        __syncthreads();  // the other warp may still read maxima
-        if (warp) return 0u;
+        if (total > t.k) choose(list, state, total, t.k, low, high, lane);
+    } else if (warp) {
+        return 0u;
     }
-    return send_tile(job, t, chunk, ends, list, state, lane);
-}
-
-// Encode the chunks of a block; return this thread's part of the checksum.
-__device__ u32 encode_tiles(const Job& job, const Tensor& t, const Operand& at, Place place) {
-    u32 sum = 0u;
-    ROLLED for (u32 end = min(place.chunk + t.unit, t.chunks); place.chunk < end; place.chunk++) {
-        sum += encode_tile(job, t, at, place, place.chunk + 1u == end);
-        if (place.chunk + 1u == end) break;
-        __syncthreads();  // the tile is used again
-        bool turns = place.col + SIDE >= (u32)t.cols;
-        place.col = turns ? 0u : place.col + SIDE;
-        place.row += turns ? SIDE : 0u;
-    }
-    return sum;
+    return send_tile(job, t, chunk, list, state, lane);
 }
 
 // --- decode ----------------------------------------------------------------------------------------------------------
 
-// Call visit(index, entry) for what a sender sent of a chunk, which has been verified; one warp does.
+// Where a chunk's part of a section begins in every buffer: a word, and a bit of it.
+struct Start {
+    i64 word;
+    u32 bit;
+};
+
+__device__ Start start_of(i64 section, u32 bits, u32 chunk) {
+    u64 start = (u64)bits * chunk;
+    return {section + (i64)(start >> 5), (u32)start & 31u};
+}
+
+// Call visit(index, entry) for what a sender sent of a chunk, whose indices begin at a bit; one warp does.
 template <class Visit>
-__device__ void visit_tile(const Tensor& t, const u32* words, i64 bit, u32 lane, Visit visit) {
+__device__ void visit_tile(const Tensor& t, const u32* words, u32 bit, u32 lane, Visit visit) {
     const u32 low = t.section.low_bits, code = t.section.code;
     if (code == PACKED) {
         for (u32 entry = lane; entry < t.k; entry += 32u) {
@@ -447,16 +454,24 @@ __device__ void visit_tile(const Tensor& t, const u32* words, i64 bit, u32 lane,
         }
         return;
     }
-    u32 ends = code == BITMAP ? 4096u : t.k + (4095u >> low), seen = 0u, below = (1u << lane) - 1u;
-    i64 highs = bit + t.k * low;
-    for (u32 first = 0u; first < ends; first += 32u) {
-        u32 word = get(words, highs + first, min(32u, ends - first));
-        if ((word >> lane) & 1u) {
-            u32 entry = seen + __popc(word & below);
-            u32 high = first + lane - (code == BITMAP ? 0u : entry);
+    // Where the bits of 128 high parts are set, in their order, so that every lane has an entry.
+    u32* places = shared_words + PLACES_AT;
+    u32 ends = code == BITMAP ? 4096u : t.k + (4095u >> low), highs = bit + t.k * low, seen = 0u;
+    ROLLED for (u32 first = 0u; first < ends; first += 128u) {
+        u32 at = first + 32u * (lane & 3u), count = 0u;
+        u32 own = at < ends ? get(words, highs + at, min(32u, ends - at)) : 0u;
+        UNROLL for (u32 i = 0u; i < 4u; i++) {
+            u32 word = __shfl_sync(ALL, own, i);
+            if (word & (1u << lane)) places[count + __popc(word & ((1u << lane) - 1u))] = first + 32u * i + lane;
+            count += __popc(word);
+        }
+        __syncwarp();
+        ROLLED for (u32 i = lane; i < count; i += 32u) {
+            u32 entry = seen + i, high = places[i] - (code == BITMAP ? 0u : entry);
             visit((high << low) | get(words, bit + entry * low, low), entry);
         }
-        seen += __popc(word);
+        __syncwarp();
+        seen += count;
     }
 }
 
@@ -468,44 +483,46 @@ __device__ float divided(float sum, float divisor, float reciprocal, bool is_ext
     return fmaf(fmaf(-quotient, divisor, sum), reciprocal, quotient);
 }
 
-// Add what all senders sent of a chunk, in their order, to the tile; leave behind it whether a sum is tiny or infinite.
-__device__ void add_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane) {
+// Add what all senders sent of a chunk, in their order, to the tile, each value times a power of two. Return whether some
+// are so small or large that not only powers of two would be lost by that, or by divided().
+__device__ bool add_senders(const Job& job, const Tensor& t, u32 chunk, float factor, u32 lane) {
     float* tile = tile_floats();
-    const u32 TINY = 32u << 23;
-    i64 index_bit = 32 * t.section.indices + (i64)chunk * (t.k * t.section.entry_bits + t.section.chunk_bits);
-    i64 value_bit = 32 * t.section.values + (i64)chunk * (t.k * t.value_bits + t.section.value_padding);
+    const u32 LEAST = 47u << 23, LARGE = 227u << 23;  // 2**-80 and 2**100
+    const Start indices = start_of(t.section.indices, t.k * t.section.entry_bits + t.section.chunk_bits, chunk);
+    const Start values = start_of(t.section.values, t.k * t.value_bits + t.section.value_padding, chunk);
     bool is_extreme = false;
-    for (u32 sender = 0u; sender < job.senders; sender++) {
+    ROLLED for (u32 sender = 0u; sender < job.senders; sender++) {
         const u32* words = job.words + job.starts[2u * sender];
         GLOBAL(words);
+        const u32* codes = words + values.word;
         Scales scales = get_scales(words, t, t.section, chunk);
-        visit_tile(t, words, index_bit, lane, [&](u32 index, u32 entry) {
-            u32 code = get(words, value_bit + entry * t.value_bits, t.value_bits);
-            float sum = tile[index & 4095u] + dequantise(t.values, code, scales);
+        visit_tile(t, words + indices.word, indices.bit, lane, [&](u32 index, u32 entry) {
+            u32 code = get(codes, values.bit + entry * t.value_bits, t.value_bits);
+            float value = t.values == BF16 ? bf16_value(code) : dequantise(t.values, code, scales);
+            float sum = tile[index & 4095u] + value * factor, watched = job.is_exact ? value : sum;
             tile[index & 4095u] = sum;
-            // Tiny ones wrap around.
-            is_extreme = is_extreme || (sum != 0.0f && magnitude_of(sum) - TINY >= INFINITE - TINY);
+            is_extreme = is_extreme || (watched != 0.0f && magnitude_of(watched) - LEAST >= LARGE - LEAST);
         });
         __syncwarp();
     }
-    is_extreme = __any_sync(ALL, is_extreme);
-    if (lane == 0u) shared_words[4096] = is_extreme;
+    return __any_sync(ALL, is_extreme);
 }
 
 // Count in the tile how many senders sent each coefficient of a chunk.
 __device__ void count_senders(const Job& job, const Tensor& t, u32 chunk, u32 lane) {
-    i64 index_bit = 32 * t.section.indices + (i64)chunk * (t.k * t.section.entry_bits + t.section.chunk_bits);
-    for (u32 sender = 0u; sender < job.senders; sender++) {
-        const u32* words = job.words + job.starts[2u * sender];
+    const Start indices = start_of(t.section.indices, t.k * t.section.entry_bits + t.section.chunk_bits, chunk);
+    ROLLED for (u32 sender = 0u; sender < job.senders; sender++) {
+        const u32* words = job.words + job.starts[2u * sender] + indices.word;
         GLOBAL(words);
-        visit_tile(t, words, index_bit, lane, [&](u32 index, u32) { shared_words[index & 4095u]++; });
+        visit_tile(t, words, indices.bit, lane, [&](u32 index, u32) { shared_words[index & 4095u]++; });
         __syncwarp();
     }
 }
 
-__device__ void clear_tile() {
-    UNROLL for (u32 i = 0u; i < 16u; i++) ((Quad*)shared_words)[threadIdx.x + SIDE * i] = {0u, 0u, 0u, 0u};
-    __syncthreads();
+// Clear the first 4,096 words of the tile; one warp does.
+__device__ void clear_tile(u32 lane) {
+    UNROLL for (u32 i = 0u; i < 32u; i++) ((Quad*)shared_words)[lane + 32u * i] = {0u, 0u, 0u, 0u};
+    __syncwarp();
 }
 
 // Fill the registers with the averages of a chunk's coefficients: those of frequency `thread` down the columns.
@@ -514,8 +531,10 @@ __device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u
     const u32 thread = threadIdx.x, lane = thread & 31u;
     u32 counts[16];
     if (!job.divisor) {
-        clear_tile();
-        if (thread < 32u) count_senders(job, t, chunk, lane);
+        if (thread < 32u) {
+            clear_tile(lane);
+            count_senders(job, t, chunk, lane);
+        }
         __syncthreads();
         UNROLL for (u32 i = 0u; i < 16u; i++) {
             counts[i] = 0u;
@@ -523,13 +542,21 @@ __device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u
         }
         __syncthreads();
     }
-    clear_tile();
-    if (thread < 32u) add_senders(job, t, chunk, lane);
+    if (thread < 32u) {
+        float factor = job.is_exact ? job.reciprocal : 1.0f;
+        clear_tile(lane);
+        bool is_extreme = add_senders(job, t, chunk, factor, lane);
+        if (is_extreme && factor != 1.0f) {
+            clear_tile(lane);
+            add_senders(job, t, chunk, 1.0f, lane);
+        }
+        if (lane == 0u) shared_words[EXTREME_AT] = is_extreme;
+    }
     __syncthreads();
-    if (job.is_exact) {
-        UNROLL for (u32 j = 0u; j < SIDE; j++) v[OUT[j]] = tile[j * SIDE + thread] * job.reciprocal;
+    bool is_extreme = shared_words[EXTREME_AT] != 0u;
+    if (job.is_exact && !is_extreme) {
+        UNROLL for (u32 j = 0u; j < SIDE; j++) v[OUT[j]] = tile[j * SIDE + thread];
     } else if (job.divisor) {
-        bool is_extreme = shared_words[4096] != 0u;
         float divisor = (float)job.divisor;
         UNROLL for (u32 j = 0u; j < SIDE; j++) {
             v[OUT[j]] = divided(tile[j * SIDE + thread], divisor, job.reciprocal, is_extreme);
@@ -543,13 +570,17 @@ __device__ void load_averages(float (&v)[64], const Job& job, const Tensor& t, u
     }
 }
 
+// An element's transform lacks a factor of 2**-6, which no sign depends on, unless the product rounds to zero.
+const float SIDE_SCALE = 0.015625f;
+const float NO_SIGN = 4.4841550858394146e-44f;  // 2**-144
+
 template <int EPILOGUE>
 __device__ float stepped(const Job& job, float before, float average) {
     if (EPILOGUE == STORE) return average;
     float lr = (float)job.lr, kept = before * (float)job.keep;
     if (EPILOGUE == PLAIN_STEP) return kept - average;
     float step = __uint_as_float((__float_as_uint(average) & 0x80000000u) ^ __float_as_uint(lr));
-    return fabsf(average) > 0.0f ? kept - step : kept;  // NaN has no sign
+    return fabsf(average) > NO_SIGN ? kept - step : kept;  // NaN has no sign
 }
 
 // Four or eight elements of a row.
@@ -580,16 +611,20 @@ __device__ void step_rows(const Job& job, char* memory, u64 pitch) {
     const u32 BATCH = EPILOGUE == STORE ? 4u : 8u;
     const u32 thread = threadIdx.x, down = thread / ACROSS, across = thread % ACROSS * NUMEL;
     const float* averages = tile_floats() + down * PITCH + across;
-    const u64 step = NUMEL * pitch;
-    char *loaded = memory + down * pitch + across * NBYTES, *stored = loaded;
+    u64 step = NUMEL * pitch;
+    char* row = memory + down * pitch + across * NBYTES;
+    OPAQUE(step);
+    OPAQUE(row);
+    GLOBAL(row);
     ROLLED for (u32 first = 0u; first < SIDE / NUMEL; first += BATCH) {
+        char* rows[BATCH];
         Quad before[BATCH] = {};
-        UNROLL for (u32 i = 0u; i < BATCH; i++, loaded += step) {
-            if (EPILOGUE != STORE) before[i] = *(const Quad*)loaded;
+        UNROLL for (u32 i = 0u; i < BATCH; i++, row += step) {
+            rows[i] = row;
+            if (EPILOGUE != STORE) before[i] = *(const Quad*)row;
         }
-        UNROLL for (u32 i = 0u; i < BATCH; i++, stored += step) {
-            *(Quad*)stored = step_quad<EPILOGUE, ELEMENT>(job, before[i], averages);
-            averages += NUMEL * PITCH;
+        UNROLL for (u32 i = 0u; i < BATCH; i++, averages += NUMEL * PITCH) {
+            *(Quad*)rows[i] = step_quad<EPILOGUE, ELEMENT>(job, before[i], averages);
         }
     }
 }
@@ -643,7 +678,9 @@ __device__ void decode_tile(const Job& job, const Tensor& t, const Operand& at, 
     __syncthreads();
     UNROLL for (u32 i = 0u; i < SIDE; i++) v[OUT[i]] = tile[i * PITCH + thread];
     idct64(v);
-    UNROLL for (u32 i = 0u; i < SIDE; i++) tile[i * PITCH + thread] = v[i] * t.scale;
+    UNROLL for (u32 i = 0u; i < SIDE; i++) {
+        tile[i * PITCH + thread] = EPILOGUE == SIGN_STEP ? v[i] : v[i] * SIDE_SCALE;
+    }
     __syncthreads();
     if (at.element == FLOAT) step_tile<EPILOGUE, FLOAT>(job, memory, pitch, rows, cols);
     if (at.element == BFLOAT16) step_tile<EPILOGUE, BFLOAT16>(job, memory, pitch, rows, cols);

@@ -6,6 +6,7 @@
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 #define GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
+#define OPAQUE(number) asm("" : "+l"(number))  // of 64 bits: the compiler is not to know what it was made of
 
 extern __shared__ __align__(16) unsigned int shared_words[];
 
@@ -18,6 +19,13 @@ __device__ float max_nan(float a, float b) {
 #else
     return a != a || b != b ? a + b : fmaxf(a, b);
 #endif
+}
+
+// Count one more if the value reaches the bound: two instructions, where compilers make three.
+__device__ void add_if_reaching(unsigned int& count, float value, float bound) {
+    asm("{\n\t.reg .pred %%reaches;\n\tsetp.ge.f32 %%reaches, %1, %2;\n\t@%%reaches add.u32 %0, %0, 1;\n\t}"
+        : "+r"(count)
+        : "f"(value), "f"(bound));
 }
 
 __device__ unsigned int add_lanes(unsigned int mine) {
