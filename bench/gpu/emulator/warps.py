@@ -303,6 +303,5 @@ ATOMICS: dict[str, Callable[[int, int], int]] = {
     "AND": int.__and__,
     "INC": lambda before, value: 0 if before >= value else before + 1,
     "EXCH": lambda _, value: value,
-    "INC": lambda there, limit: 0 if there >= limit else there + 1,
 }
 """What atomic operations make of what is there and what a lane gives, both without sign."""
