@@ -44,6 +44,15 @@ def _one_column(rows: int, cols: int) -> Tensor:
     return x
 
 
+def _neighbours(chunks: int, coefficients: int) -> Tensor:
+    """Return states whose largest are hard to find: threads' maxima tell 31 of them, and 496 differ in last bits."""
+    of_thread = torch.arange(coefficients) % _SIDE
+    large = (of_thread < 8) & ~((of_thread == 7) & (torch.arange(coefficients) // _SIDE % 4 == 3))
+    states = torch.full((coefficients,), 2.0**-100)
+    states[large] = 1.0 + torch.arange(int(large.sum())) * 2.0**-22
+    return states.expand(chunks, coefficients).contiguous()
+
+
 @dataclass(frozen=True)
 class Case:
     """A bucket to count.
@@ -89,6 +98,7 @@ CASES = (
     Case("one column of a chunk", draw=_one_column, verbs=_ENCODE),
     Case("zeros", draw=torch.zeros, verbs=_ENCODE),
     Case("constant", draw=torch.ones, verbs=_ENCODE),
+    Case("neighbours: constructed worst", draw=torch.zeros, draw_state=_neighbours, verbs=_ENCODE),
 )
 """The first one is what a step usually does; the others what costs more, or must not."""
 
