@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.count import CountingLauncher, Launch
-from flexcomm import Compressor, Epilogue, TensorSpec, demo
+from flexcomm import Compressor, Epilogue, TensorSpec, demo, dense, striding, top_k
 from flexcomm.codec import plan_buffer
 from flexcomm.kernels import Average, ReferenceKernels, Region, StateUpdate
 from flexcomm.kernels.gpu import GpuKernels
@@ -100,6 +100,14 @@ CASES = (
     Case("constant", draw=torch.ones, verbs=_ENCODE),
     Case("neighbours: constructed worst", draw=torch.zeros, draw_state=_neighbours, verbs=_ENCODE),
 )
+_FLAT, _BOTH = (1, 3 * _SIDE * _SIDE), ("encode", "decode")
+FLAT_CASES = (
+    Case("flat, 4 of 64 coefficients", shape=_FLAT, compressor=demo(k=4, chunk=_SIDE), verbs=_BOTH),
+    Case("flat, top-k 1/32", shape=_FLAT, compressor=top_k(1 / 32), verbs=_BOTH),
+    Case("flat, striding 1/32", shape=_FLAT, compressor=striding(1 / 32), verbs=_BOTH),
+    Case("flat, dense, sign and two bits", shape=_FLAT, compressor=dense(values="sign2"), verbs=_BOTH),
+)
+"""Chunks of one row, which no kernel has in registers."""
 """The first one is what a step usually does; the others what costs more, or must not."""
 
 

@@ -61,14 +61,15 @@ def _report(json_file: Path | None, *, quick: bool, check: bool) -> int:
 
 
 def _count(json_file: JsonOption, *, quick: bool, check: bool) -> int:
-    from bench.gpu.cases import CASES
+    from bench.gpu.cases import CASES, FLAT_CASES
     from bench.gpu.count_table import CAPABILITIES, count_cases, print_rows
 
-    cases, capabilities = (CASES[:1], CAPABILITIES[:1]) if quick else (CASES, CAPABILITIES)
+    cases, capabilities = (CASES[:1], CAPABILITIES[:1]) if quick else ((*CASES, *FLAT_CASES), CAPABILITIES)
     rows, said = count_cases(cases, capabilities)
     print_rows(rows, said)
     unmeasured = dict.fromkeys(sorted(_MEASURED), "it takes a CUDA device: `python -m bench gpu`")
-    figures = find_figures(rows, CASES[0].name)
+    squares = {case.name for case in CASES}
+    figures = find_figures([row for row in rows if row.case in squares], CASES[0].name)
     unmeasured |= dict.fromkeys(sorted(_COUNTED - figures.keys()), "nvdisasm is not installed, so PTX was counted")
     report = Report("gpu", _COUNTED | _MEASURED, figures, [asdict(row) for row in rows], unmeasured=unmeasured)
     return conclude(report, json_file=json_file, check=check)
