@@ -88,3 +88,20 @@ def reversed_bits(x: Row) -> Row:
 def count_bits(x: Row) -> Row:
     """Return how many bits are set."""
     return np.bitwise_count(x).astype(np.uint32)
+
+
+def fp16_codes(x: Row) -> Row:
+    """Return the nearest float16 to each float32, as bits."""
+    return np.where(np.isnan(x), np.uint32(0x7FFF), x.astype(np.float16).view(np.uint16).astype(np.uint32))
+
+
+def bf16_codes(x: Row) -> Row:
+    """Return the nearest bfloat16 to each float32, as bits."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    rounded = (bits + np.uint64(0x7FFF) + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
+    return np.where(np.isnan(x), np.uint32(0x7FFF), rounded.astype(np.uint32))
+
+
+def fp16_values(codes: Row) -> Row:
+    """Return the float32 of each float16."""
+    return (codes & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float32)

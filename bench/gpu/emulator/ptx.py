@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.gpu.emulator.numbers import (
+    bf16_codes,
     count_bits,
+    fp16_codes,
+    fp16_values,
     fused,
     highest_bit,
     reversed_bits,
@@ -191,6 +194,7 @@ _COMPARES: dict[str, Callable[[Row, Row], Row]] = {
     "ltu": lambda a, b: ~(a >= b),
     "gtu": lambda a, b: ~(a <= b),
     "geu": lambda a, b: ~(a < b),
+    "nan": lambda a, b: (a != a) | (b != b),
 }
 
 
@@ -210,7 +214,18 @@ def _make_extreme(one: _Instruction) -> Body:
     return _computes(functions[takes_numbers])(one)
 
 
+_HALVES: dict[str, Callable[[Row], Row]] = {"f16x2": fp16_codes, "bf16x2": bf16_codes}
+
+
 def _make_conversion(one: _Instruction) -> Body:
+    if one.modifiers[1:2] and one.modifiers[1] in _HALVES:
+        codes, (high, low) = _HALVES[one.modifiers[1]], (_get(text, "f32") for text in one.operands[1:])
+        return lambda warp, lanes: _put(
+            warp, one.operands[0], codes(high(warp)) << np.uint32(16) | codes(low(warp)), lanes
+        )
+    if one.modifiers == ("f32", "f16"):
+        half = _get(one.operands[1], "b16")
+        return lambda warp, lanes: _put(warp, one.operands[0], fp16_values(half(warp)), lanes)
     to, source = _TYPES[one.kind], _TYPES[one.source_kind]
     get = _get(one.operands[1], one.source_kind)
 
@@ -435,7 +450,7 @@ _MAKERS: dict[str, Callable[[_Instruction], Body]] = {
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
-_LINE = re.compile(r"\s*(?:@(!?%p\w+)\s+)?([a-z]\w*)((?:\.\w+)*)\s*([^;]*);")
+_LINE = re.compile(r"\s*(?:@(!?%\w+)\s+)?([a-z]\w*)((?:\.\w+)*)\s*([^;]*);")
 
 
 def _lines_of(text: str, kernel: str) -> Iterator[str]:
@@ -467,6 +482,8 @@ class PtxKernel:
                 instructions.append(one)
                 if one.name == "bar" and "red" in one.modifiers:
                     instructions.append(one._replace(name="vote_result"))
+            elif line.strip() and not line.strip().startswith((".", "//", "{")):
+                raise UnknownInstructionError(line)
         self.opcodes = [".".join((one.name, *one.modifiers)) for one in instructions]
         self._steps: list[Step] = [self._postponed(number, one, labels) for number, one in enumerate(instructions)]
 

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from bench.gpu.emulator.numbers import (
+    bf16_codes,
     count_bits,
     divides_slowly,
     flushed,
+    fp16_codes,
+    fp16_values,
     fused,
     highest_bit,
     reversed_bits,
@@ -221,6 +224,7 @@ _COMPARES: dict[str, Callable[[Row, Row], Row]] = {
     "LE": np.less_equal,
     "GT": np.greater,
     "GE": np.greater_equal,
+    "NAN": lambda a, b: (a != a) | (b != b),
     "NE": _ordered(np.not_equal),
     "NEU": np.not_equal,
     "EQU": _not(_ordered(np.not_equal)),
@@ -356,7 +360,26 @@ def _make_integer_of_float(one: Instruction) -> Body:
     return lambda warp, lanes: write(warp, row, to_integer(get(warp), kind, truncates=truncates), lanes)
 
 
+def _half_codes(opcode: str) -> Callable[[Row], Row]:
+    return bf16_codes if "BF16" in opcode else fp16_codes
+
+
+def _make_two_halves(one: Instruction) -> Body:
+    """``F2FP``: the first number becomes the upper half."""
+    codes = _half_codes(one.opcode)
+    return _computes("ff", lambda high, low: codes(high) << np.uint32(16) | codes(low))(one)
+
+
+def _make_value_of_half(one: Instruction) -> Body:
+    """``HADD2.F32 R, -RZ, half``: what the compiler makes of a conversion."""
+    if not one.opcode.endswith(".F32") or one.operands[1] != "-RZ":
+        raise UnknownInstructionError(one.opcode)
+    return _computes("uu", lambda _, half: fp16_values(half))(one)
+
+
 def _make_float_of_float(one: Instruction) -> Body:
+    if one.opcode.endswith("16.F32"):
+        return _computes("f", _half_codes(one.opcode))(one)
     widens = one.opcode == "F2F.F64.F32"
     row, get = row_of(one.operands[0]), reader(one.operands[1], "f" if widens else "d")
     return lambda warp, lanes: write(warp, row, get(warp).astype(np.float64 if widens else np.float32), lanes)
@@ -423,5 +446,7 @@ ARITHMETIC: dict[str, Callable[[Instruction], Body]] = {
     **dict.fromkeys(("I2F", "I2FP"), _make_float_of_integer),
     "F2I": _make_integer_of_float,
     "F2F": _make_float_of_float,
+    "F2FP": _make_two_halves,
+    "HADD2": _make_value_of_half,
 }
 """By the first part of the opcode."""

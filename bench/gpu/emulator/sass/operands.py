@@ -53,7 +53,7 @@ def predicate_reader(operand: str) -> Get:
 
 BANK = re.compile(r"c\[(0x[0-9a-f]+)\]\[(?:(U?R\w+)\+?)?(-?0x[0-9a-f]+)?\]")
 VIEWS = {"u": np.uint32, "i": np.int32, "f": np.float32, "q": np.uint64, "s": np.int64, "d": np.float64}
-_PARTS = {"B0": (0, 8), "B1": (8, 8), "B2": (16, 8), "B3": (24, 8), "H0": (0, 16), "H1": (16, 16)}
+_PARTS = {"B0": (0, 8), "B1": (8, 8), "B2": (16, 8), "B3": (24, 8), "H0_H0": (0, 16), "H1_H1": (16, 16)}
 
 
 def joined(low: Row, high: Row) -> Row:
