@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -256,12 +257,21 @@ def _plan_areas(plan: TensorPlan, group: int) -> dict[str, int]:
     }
 
 
-@cache
+_LOADING = Lock()
+"""Of two threads that come first, both would load a transform, and one's memory would be freed."""
+
+
 def load_transform(length: int, device: torch.device, *, inverse: bool) -> tuple[Any, Tensor]:
     """Put a transform's lists into a device's memory; return their addresses, and the memory.
 
     It stays there for good: a kernel may be reading it on any stream.
     """
+    with _LOADING:
+        return _load_transform(length, device, inverse=inverse)
+
+
+@cache
+def _load_transform(length: int, device: torch.device, *, inverse: bool) -> tuple[Any, Tensor]:
     program = plan_inverse_dct(length) if inverse else plan_dct(length)
     order, bounds = plan_levels(program)
     steps = np.zeros((len(order), 8), np.int32)
