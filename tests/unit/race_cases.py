@@ -87,7 +87,8 @@ def coded(bucket: BufferPlan, codes: Sequence[IndexCode | None]) -> BufferPlan:
 
 # --- chunks in registers ----------------------------------------------------------------------------------------------
 
-# Few candidates, more than 64, and ties; rims; all index codes; payloads that share words with those of the next chunk.
+# Few candidates, more than 64, and ties; rims; sums too small to be scaled; all index codes; payloads that share words
+# with those of the next chunk.
 SQUARES: tuple[tuple[str, int, ValueCode, IndexCode | None], ...] = (
     ("noise", 32, ValueCode.BF16, None),
     ("noise", 32, ValueCode.INT8, IndexCode.PACKED),
@@ -101,6 +102,7 @@ SQUARES: tuple[tuple[str, int, ValueCode, IndexCode | None], ...] = (
     ("equal below", 300, ValueCode.INT8, IndexCode.BITMAP),
     ("few large, the rest equal", 396, ValueCode.SIGN, None),
     ("to the last bit", 700, ValueCode.BF16, IndexCode.ELIAS_FANO),
+    ("denormal", 32, ValueCode.FP32, None),
 )
 
 
