@@ -22,7 +22,7 @@ from flexcomm.kernels import butterflies
 from flexcomm.kernels.base import EpilogueKind
 from flexcomm.kernels.cpu import tables as t
 from flexcomm.kernels.cpu.compiler import LOOP
-from flexcomm.kernels.cpu.instructions import Built, Instruction, emit_prefetch
+from flexcomm.kernels.cpu.instructions import Built, Instruction, emit_fused, emit_prefetch
 
 Vectors = list[Any]
 
@@ -72,8 +72,8 @@ def _transform(
     """
     fetched = 0
 
-    def times(factor: float, x: Any) -> Any:
-        return builder.fmul(ir.Constant(_VECTOR, [float(factor)] * LANES), x)
+    def factor(number: float) -> Any:
+        return ir.Constant(_VECTOR, [number] * LANES)
 
     inputs = {int(row): number for number, row in enumerate(program.inputs)}
     outputs = {int(row): number for number, row in enumerate(program.outputs)}
@@ -83,19 +83,20 @@ def _transform(
         while fetch is not None and fetched * len(program.steps) <= number * LENGTH and fetched < LENGTH:
             fetch(fetched)
             fetched += 1
-        c0, c1, c2, c3 = program.factors[number].tolist()
+        c0, c1 = map(factor, program.factors[number].tolist())
         for row in (i, j):
             rows[row] = load(inputs[row]) if rows[row] is None else rows[row]
         x, y = rows[i], rows[j]
         if code == butterflies.BUTTERFLY:
             rows[i], rows[j] = builder.fadd(x, y), builder.fsub(x, y)
-        elif code == butterflies.MIX:
-            rows[i] = builder.fadd(times(c0, x), times(c1, y))
-            rows[j] = builder.fadd(times(c2, x), times(c3, y))
+        elif code == butterflies.ROTATE:
+            x = emit_fused(builder, c0, y, x)
+            rows[j] = emit_fused(builder, c1, x, y)
+            rows[i] = emit_fused(builder, c0, rows[j], x)
         elif code == butterflies.SCALE:
-            rows[i] = times(c0, x)
+            rows[i] = builder.fmul(c0, x)
         else:
-            raise ValueError(f"codelets know no step {code}: lists of odd lengths have it, and need a loop.")
+            rows[i] = emit_fused(builder, c0, y, x)
         for row in {i, j}:
             if last[row] == number:
                 finish(outputs[row], rows[row])

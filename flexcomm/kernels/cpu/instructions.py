@@ -64,6 +64,19 @@ def _reaching(_typing: Any, address: Any, bound: Any) -> Built:  # noqa: ARG001
     return types.uint64(types.int64, types.int32), build
 
 
+def _fused(_typing: Any, factor: Any, y: Any, x: Any) -> Built:  # noqa: ARG001
+    single = types.float32
+    return single(single, single, single), lambda _context, builder, _s, given: emit_fused(builder, *given)
+
+
+def emit_fused(builder: Any, factor: Any, y: Any, x: Any) -> Any:
+    """Return ``factor * y + x``, rounded once, of floats or of vectors of them."""
+    kind = x.type
+    name = f"llvm.fma.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    return builder.call(function, [factor, y, x])
+
+
 def _prefetch(_typing: Any, address: Any) -> Built:  # noqa: ARG001
     def build(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
         emit_prefetch(builder, given[0])
@@ -99,5 +112,7 @@ call_loop = cast("Instruction", intrinsic(_call_loop))
 """Call the loop or codelet whose machine code is at an address; see :func:`.compiler.address_of`."""
 reaching = cast("Instruction", intrinsic(_reaching))
 """Which of the 64 float32 at an address reach a bound, given as bits, in magnitude: the first is the lowest bit."""
+fused = cast("Instruction", intrinsic(_fused))
+"""``factor * y + x`` of float32, rounded once; slow where the machine has no such instruction."""
 prefetch = cast("Instruction", intrinsic(_prefetch))
 """Have the line of cache at an address fetched."""

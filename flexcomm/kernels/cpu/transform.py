@@ -35,6 +35,7 @@ from flexcomm.kernels.cpu.codelets import (
 from flexcomm.kernels.cpu.compiler import Float, Floats, Int, Ints, Longs, cached_kernel, compiled
 from flexcomm.kernels.cpu.instructions import (
     floats_at,
+    fused,
     halves_at,
     ints_at,
     longs_at,
@@ -51,7 +52,7 @@ LIMIT = (127 + 100) << 23
 """The bits of 2**100: elements stay below."""
 _NONFINITE = int(Problem.NONFINITE)
 _STORE, _SIGN_STEP, _PLAIN_STEP = range(len(get_args(EpilogueKind)))
-_BUTTERFLY, _MIX, _SCALE = butterflies.BUTTERFLY, butterflies.MIX, butterflies.SCALE
+_BUTTERFLY, _ROTATE, _SCALE = butterflies.BUTTERFLY, butterflies.ROTATE, butterflies.SCALE
 
 
 @compiled
@@ -251,25 +252,25 @@ def transform(
 def apply(work: Int, lanes: Int, steps: Ints, factors: Floats, count: Int) -> None:
     """Do the steps of a list on rows."""
     for number in range(count):
-        code, own = steps[3 * number], 4 * number
+        code, c0, c1 = steps[3 * number], factors[2 * number], factors[2 * number + 1]
         x, y = floats_at(work + 4 * steps[3 * number + 1] * lanes), floats_at(work + 4 * steps[3 * number + 2] * lanes)
-        c0, c1, c2, c3 = factors[own], factors[own + 1], factors[own + 2], factors[own + 3]
         if code == _BUTTERFLY:
             for lane in range(lanes):
                 a, b = x[lane], y[lane]
                 x[lane] = a + b
                 y[lane] = a - b
-        elif code == _MIX:
+        elif code == _ROTATE:
             for lane in range(lanes):
-                a, b = x[lane], y[lane]
-                x[lane] = c0 * a + c1 * b
-                y[lane] = c2 * a + c3 * b
+                a = fused(c0, y[lane], x[lane])
+                b = fused(c1, a, y[lane])
+                x[lane] = fused(c0, b, a)
+                y[lane] = b
         elif code == _SCALE:
             for lane in range(lanes):
                 x[lane] = c0 * x[lane]
         else:
             for lane in range(lanes):
-                x[lane] += c0 * y[lane]
+                x[lane] = fused(c0, y[lane], x[lane])
 
 
 @compiled

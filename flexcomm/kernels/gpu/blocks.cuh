@@ -225,11 +225,13 @@ __device__ void do_step(const Step& step, float* x, float* y) {
     if (step.code == BUTTERFLY) {
         *x = a + b;
         *y = a - b;
-    } else if (step.code == MIX) {
-        *x = step.c0 * a + step.c1 * b;
-        *y = step.c2 * a + step.c3 * b;
+    } else if (step.code == ROTATE) {
+        a = fmaf(step.c0, b, a);
+        b = fmaf(step.c1, a, b);
+        *x = fmaf(step.c0, b, a);
+        *y = b;
     } else if (step.code == ADD_SCALED) {
-        *x = a + step.c0 * b;
+        *x = fmaf(step.c0, b, a);
     } else {
         *x = step.c0 * a;
     }

@@ -2,7 +2,7 @@
 //
 // tables.py mirrors the structures, field by field.
 
-enum Operation { BUTTERFLY, MIX, SCALE, ADD_SCALED };
+enum Operation { BUTTERFLY, ROTATE, SCALE, ADD_SCALED };
 enum Epilogue { STORE, SIGN_STEP, PLAIN_STEP };
 enum Problem {  // as flexcomm/kernels/base.py has them
     NO_PROBLEM,
@@ -25,9 +25,9 @@ const u32 CHECKSUM_WORD = 12u;
 const u32 NONFINITE_FLAG = 1u << 16;
 const u64 NOTHING_FOUND = ~(u64)0;
 
-struct alignas(16) Step {
+struct alignas(8) Step {
     int code, i, j, spare;
-    float c0, c1, c2, c3;
+    float c0, c1;
 };
 
 // A program of flexcomm/kernels/butterflies.py, its steps sorted into levels that do not depend on one another.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from flexcomm.kernels.butterflies import BUTTERFLY, MIX, Program, plan_dct, plan_inverse_dct
+from flexcomm.kernels.butterflies import BUTTERFLY, ROTATE, SCALE, Program, plan_dct, plan_inverse_dct
 
 SIDE = 64
 """Rows and columns of the chunks that are transformed in registers; as ``tiles.cuh`` says."""
@@ -44,7 +44,8 @@ def _function(name: str, program: Program) -> str:
 def _statement(code: int, i: int, j: int, factors: list[float]) -> str:
     if code == BUTTERFLY:
         return f"{{ float a = v[{i}], b = v[{j}]; v[{i}] = a + b; v[{j}] = a - b; }}\n"
-    c0, c1, c2, c3 = (f"{factor.hex()}f" for factor in factors)
-    if code == MIX:
-        return f"{{ float a = v[{i}], b = v[{j}]; v[{i}] = {c0} * a + {c1} * b; v[{j}] = {c2} * a + {c3} * b; }}\n"
-    return f"v[{i}] = {c0} * v[{i}];\n"  # an even length has no other steps
+    c0, c1 = (f"{factor.hex()}f" for factor in factors)
+    if code == SCALE:
+        return f"v[{i}] = {c0} * v[{i}];\n"
+    shear = f"v[{i}] = fmaf({c0}, v[{j}], v[{i}]);"
+    return f"{shear} v[{j}] = fmaf({c1}, v[{i}], v[{j}]); {shear}\n" if code == ROTATE else f"{shear}\n"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcomm.device import to_device
-from flexcomm.kernels.butterflies import ADD_SCALED, SCALE, Program, plan_dct, plan_inverse_dct
+from flexcomm.kernels.butterflies import plan_dct, plan_inverse_dct, plan_levels
 from flexcomm.kernels.gpu.source import SIDE
 from flexcomm.kernels.layout import HEADER_NWORDS, WORD_NBYTES, BufferPlan, Layout
 from flexcomm.kernels.plan import Selection, TensorPlan, ValueCode, check_implemented, threshold_bits
@@ -274,7 +274,7 @@ def load_transform(length: int, device: torch.device, *, inverse: bool) -> tuple
 def _load_transform(length: int, device: torch.device, *, inverse: bool) -> tuple[Any, Tensor]:
     program = plan_inverse_dct(length) if inverse else plan_dct(length)
     order, bounds = plan_levels(program)
-    steps = np.zeros((len(order), 8), np.int32)
+    steps = np.zeros((len(order), 6), np.int32)
     steps[:, :3] = program.steps[order]
     steps[:, 4:] = program.factors[order].view(np.int32)
     lists = [program.inputs, program.outputs, bounds]
@@ -284,31 +284,3 @@ def _load_transform(length: int, device: torch.device, *, inverse: bool) -> tupl
     transform = np.zeros((), TRANSFORM)
     transform[()] = (program.height, len(bounds) - 1, *begins[:-1].tolist(), memory.data_ptr())
     return transform, memory
-
-
-def plan_levels(program: Program) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the order of steps by level, and where in it each level begins and the last one ends.
-
-    No step of a level writes what another of them reads or writes, so all can be done at once, with the same bits.
-    A transform of 64 rows has 270 steps but 9 levels.
-    """
-    last_write, last_use = [0] * program.height, [0] * program.height
-    levels = []
-    for code, i, j in program.steps.tolist():
-        written, read = rows_of_step(code, i, j)
-        level = 1 + max([last_use[row] for row in written] + [last_write[row] for row in read])
-        for row in written:
-            last_write[row] = last_use[row] = level
-        for row in read:
-            last_use[row] = max(last_use[row], level)
-        levels.append(level)
-    order = np.argsort(levels, kind="stable").astype(np.int64)
-    bounds = np.searchsorted(np.sort(levels), np.arange(1, max(levels, default=0) + 2))
-    return order, bounds.astype(np.int32)
-
-
-def rows_of_step(code: int, i: int, j: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return which rows a step writes, and which it only reads."""
-    if code == SCALE:
-        return (i,), ()
-    return ((i,), (j,)) if code == ADD_SCALED else ((i, j), ())
