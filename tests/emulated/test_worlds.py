@@ -66,7 +66,7 @@ def test_ranks_dealt_out_round_robin_are_found_on_their_nodes(cluster: Cluster) 
     if not is_installed("openmpi"):
         pytest.skip("openmpi is not installed")
     launch = launch_command(cluster.space, "openmpi", 2, [sys.executable, "-c", PROGRAM])
-    argv = [word.replace("entry:OVERSUBSCRIBE", "node:OVERSUBSCRIBE") for word in launch.argv]
+    argv = [word.replace("slot:OVERSUBSCRIBE", "node:OVERSUBSCRIBE") for word in launch.argv]
     assert argv != list(launch.argv)
     first, second = (node.name for node in cluster.nodes)
     assert places(cluster._run_captured(argv, launch.full_env(), 90)) == [

@@ -23,7 +23,9 @@ from bench.gpu.cuda_on_host import HostLauncher, compile_for_host
 from bench.gpu.devices import A100, H100, Resources, count_blocks, estimate_bandwidth
 from bench.gpu.emulator.numbers import fused, round_f64, to_integer
 from bench.gpu.emulator.sass.code import Instruction, find_nvdisasm, parse_sass
-from bench.gpu.emulator.warps import NotConvergedError, Work
+from bench.gpu.emulator.sass.control import CONTROL
+from bench.gpu.emulator.sass.operands import SassWarp
+from bench.gpu.emulator.warps import LANES, Block, NotConvergedError, Work
 from bench.gpu.pipes import find_pipe
 from flexcomm.testing import KERNEL_LAWS
 from tests.slow import slow_but
@@ -224,6 +226,13 @@ def test_sass_is_read_with_its_labels_and_guards() -> None:
     assert code.instructions[1] == Instruction("!P0", "BRA", ("`(.L_x_1)",), 16)
     assert code.instructions[2].operands == ("R1", "R2", "|R3|")
     assert code.instructions[3].operands == ("R4 -0x40",)
+
+
+def test_lanes_leave_of_which_all_predicates_are_true() -> None:
+    warp = SassWarp(Block([], Work([]), 0, 1, LANES, 0), 0, [])
+    warp.predicates[1] = warp.threads < 4
+    CONTROL["EXIT"](Instruction("P0", "EXIT", ("P1",), 0))(warp, warp.threads < 6)
+    assert warp.alive.tolist() == [False] * 4 + [True] * (LANES - 4)
 
 
 @pytest.mark.parametrize(

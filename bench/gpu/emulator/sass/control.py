@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -26,8 +26,21 @@ def _nothing(_: Instruction) -> Body:
     return lambda _warp, _lanes: None
 
 
-def _make_exit(_: Instruction) -> Body:
-    return lambda warp, lanes: warp.leave(lanes)
+def _make_exit(one: Instruction) -> Body:
+    only = _condition(one.operands)
+    return lambda warp, lanes: warp.leave(only(warp, lanes))
+
+
+def _condition(operands: Sequence[str]) -> Callable[[SassWarp, Lanes], Lanes]:
+    """Return what takes the lanes of which these predicates are true, too: ``@P0 EXIT P1`` asks for both."""
+    conditions = [predicate_reader(text) for text in operands]
+
+    def only(warp: SassWarp, lanes: Lanes) -> Lanes:
+        for condition in conditions:
+            lanes = lanes & condition(warp)
+        return lanes
+
+    return only
 
 
 def _make_block_barrier(one: Instruction) -> Body:
@@ -54,15 +67,17 @@ def _make_join_begin(one: Instruction) -> Body:
 
 
 def _make_join(one: Instruction) -> Body:
+    if len(one.operands) > 1:
+        raise UnknownInstructionError(f"{one.opcode} of some lanes")
     place = one.operands[0]
     return lambda warp, lanes: warp.wait(place, lanes)
 
 
 def _make_break(one: Instruction) -> Body:
-    place = one.operands[-1]
+    place, only = one.operands[-1], _condition(one.operands[:-1])
 
     def body(warp: SassWarp, lanes: Lanes) -> None:
-        warp.joining[place] = warp.joining[place] & ~lanes
+        warp.joining[place] = warp.joining[place] & ~only(warp, lanes)
         warp.release()
 
     return body
@@ -88,15 +103,13 @@ def make_branch(one: Instruction, code: MachineCode) -> Body:
     name = one.opcode
     if name == "BRA.DIV":
         return lambda warp, _: warp.require_converged()
-    conditions = [predicate_reader(text) for text in one.operands if is_predicate(text)]
+    only = _condition([text for text in one.operands if is_predicate(text)])
     target = code.labels[find(_TARGET, one.operands[-1])[1]]
 
     def body(warp: SassWarp, lanes: Lanes) -> None:
-        for condition in conditions:
-            lanes = lanes & condition(warp)
         if name == "BRA.CONV":
             warp.require_converged()
-        warp.jump(lanes, target)
+        warp.jump(only(warp, lanes), target)
 
     return body
 
