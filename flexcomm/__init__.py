@@ -5,6 +5,8 @@ between nodes.
 """
 
 from flexcomm import gossip
+from flexcomm.backend.group import backend_stats
+from flexcomm.backend.options import BackendOptions, configure_backend, exact
 from flexcomm.codec import TensorShard, plan_tensor, shard_tensor
 from flexcomm.compress import (
     Compressor,
@@ -59,6 +61,7 @@ __all__ = [
     "BUCKET_BYTES",
     "AlgorithmOption",
     "Average",
+    "BackendOptions",
     "BucketCodec",
     "BucketCompressor",
     "Compressor",
@@ -95,12 +98,15 @@ __all__ = [
     "World",
     "__version__",
     "apply_epilogue_",
+    "backend_stats",
     "choose_algorithms",
+    "configure_backend",
     "connect",
     "connect_mesh",
     "default_world",
     "demo",
     "dense",
+    "exact",
     "fill_buckets",
     "gossip",
     "hierarchical_sync",

@@ -215,6 +215,31 @@ def arrange(rank_infos: Sequence[RankInfo]) -> Members | None:
     return members if in_blocks else None
 
 
+def place_of(rank: int, environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of a rank's node and its local rank, as far as the launcher tells; -1 for what it does not."""
+    ranks_per_node = first_number([RANKS_PER_NODE_VARIABLE], environ)
+    if ranks_per_node:
+        return divmod(rank, ranks_per_node)
+    told = read_launcher(environ)
+    if told.launcher == "none":
+        return -1, -1
+    return tuple(-1 if number is None else number for number in (told.node, told.local_rank))  # type: ignore[return-value]
+
+
+def group_by_node(places: Sequence[tuple[int, int, int]]) -> Members:
+    """Return positions by node; a place is a node, a local rank, and a number that is the host's.
+
+    Where no node was told, the ranks of one host are on one node, unless a local rank comes twice.
+    """
+    nodes: dict[tuple[int, ...], list[int]] = {}
+    met: dict[tuple[int, int], int] = {}
+    for position, (node, local_rank, host) in enumerate(places):
+        times = 0 if local_rank < 0 else met.get((host, local_rank), 0)
+        met[host, local_rank] = times + 1
+        nodes.setdefault((host, times) if node < 0 else (node,), []).append(position)
+    return tuple(map(tuple, nodes.values()))
+
+
 def members_by_number(rank_infos: Sequence[RankInfo]) -> Members:
     by_place = sorted(rank_infos, key=lambda one: (one.node or 0, one.local_rank or 0))
     members = []

@@ -41,7 +41,7 @@ from flexcomm.transport.base import describe_transport
 from flexcomm.versions import __version__, log_untested_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from mpi4py import MPI
     from torch.distributed.device_mesh import DeviceMesh
@@ -354,30 +354,46 @@ def connect_mesh(
     topology = from_mesh(mesh, rank=dist.get_rank(), inter=inter, intra=intra)
     if topology.rank == 0:
         log_untested_version()
-    factory = GroupFactory(RankInfo("mesh", dist.get_rank(), dist.get_world_size()), None, timeout_s)
-    ranks, backend = sorted(mesh.mesh.flatten().tolist()), backend_for(mesh.device_type)
-    is_whole_job = len(ranks) == dist.get_world_size()
+    groups = mesh.get_group(intra), mesh.get_group(inter)
+    return join_groups(topology, sorted(mesh.mesh.flatten().tolist()), mesh.device_type, timeout_s, groups)
+
+
+def join_groups(
+    topology: Topology,
+    ranks: Sequence[int],
+    device_type: str,
+    timeout_s: float,
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+) -> World:
+    """Return the world of some of torch's ranks, who alone call it; what it makes stays until torch closes.
+
+    Args:
+        topology: their places; its ranks count from 0.
+        ranks: what torch calls them.
+        device_type: of the tensors.
+        timeout_s: no wait on this world blocks longer.
+        groups: carry the data inside nodes and between them; new ones, if not given.
+
+    """
+    factory = GroupFactory(RankInfo(topology.launcher, dist.get_rank(), dist.get_world_size()), None, timeout_s)
+    is_whole_job, backend = len(ranks) == dist.get_world_size(), backend_for(device_type)
     control = factory.make("gloo", [ranks]) if is_whole_job else factory.join(ranks, "gloo")
     consistency = ConsistencyCheck(control)
-    consistency.check({"flexcomm version": __version__, "mesh": topology.members, "timeout_s": timeout_s})
-    groups, members_of = (mesh.get_group(intra), mesh.get_group(inter)), dist.get_process_group_ranks
-    device = current_device(mesh.device_type)
+    consistency.check({"flexcomm version": __version__, "members": topology.members, "timeout_s": timeout_s})
+    device = current_device(device_type)
     if find_native(backend) is not HOST:
         devices = gather_devices(control, device)
         check_devices_are_apart("intra", backend, topology.members, devices)
         check_devices_are_apart("inter", backend, topology.inter_groups, devices)
     # They carry host tensors, too, such as parameters that FSDP keeps on the host, and so need no others for control.
-    wrapped = factory.wrap(groups[0], backend), factory.wrap(groups[1], backend)
-    return World(
-        topology,
-        *wrapped,
-        control,
-        *wrapped,
-        device,
-        consistency,
-        _clone=lambda: (factory.join(members_of(groups[0]), backend), factory.join(members_of(groups[1]), backend)),
-        _closers=factory.closers,
-    )
+    own = topology.members[topology.node], topology.inter_groups[topology.local_rank]
+    intra, inter = ([ranks[member] for member in members] for members in own)
+
+    def join() -> tuple[Transport, Transport]:
+        return factory.join(intra, backend), factory.join(inter, backend)
+
+    legs = join() if groups is None else (factory.wrap(groups[0], backend), factory.wrap(groups[1], backend))
+    return World(topology, *legs, control, *legs, device, consistency, _clone=join, _closers=factory.closers)
 
 
 def read_rank_info() -> RankInfo:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn import Parameter
 
+from flexcomm.torch_private import queue_callback as queue_callback
 from flexcomm.versions import missing, private
-
-
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that is running ends without an error."""
-    # Public since torch 2.15.
-    public = getattr(torch.autograd.graph, "queue_callback", None)
-    (public or private(Variable, "_execution_engine", "queue_callback"))(callback)
 
 
 def version_of(tensor: Tensor) -> int:

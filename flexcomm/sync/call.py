@@ -63,6 +63,12 @@ class SyncHandle(Generic[T]):
         self.write()
         return self.result
 
+    def wait_received(self) -> None:
+        """Return when comm threads have done what they were given; the rest is done by :meth:`wait`."""
+        for task in self._tasks:
+            if (handed_back := task.handed_back) is not None:
+                handed_back.wait()
+
     def verify(self) -> None:
         """Wait until all that came is checked; :meth:`write` or :meth:`rollback` follows. Raises what went wrong."""
         if not self._is_verified:

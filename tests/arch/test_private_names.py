@@ -21,11 +21,16 @@ PRIVATE_NAMES = {
     "flexcomm/kernels/cpu/cache.py": {"_cache", "_rebuild", "_reduce"},  # numba's
     "flexcomm/kernels/cpu/compiler.py": {"_codegen", "_data_layout"},  # numba's
     "flexcomm/stats.py": {"_is_profiler_enabled"},
+    "flexcomm/torch_private.py": {
+        "_C", "_current_graph_task_id", "_distributed_c10d", "_engine_run_backward", "_execution_engine",
+        "_get_backend", "_plugins", "_register_backend", "_set_default_backend", "_set_sequence_number_for_group",
+        "_timeout", "queue_callback",
+    },
     "flexdemo/torch_private.py": {
-        "_all_reduce_hook", "_comm_hook", "_comm_hook_state", "_execution_engine", "_fsdp_param_groups",
+        "_all_reduce_hook", "_comm_hook", "_comm_hook_state", "_fsdp_param_groups",
         "_get_fsdp_state", "_handle", "_init_backend", "_post_accumulate_grad_hooks", "_saved_grad_shard", "_version",
         "device", "flat_param", "force_sum_reduction_for_comms", "fsdp_params", "gradient_divide_factor", "mp_policy",
-        "padded_sharded_param_size", "queue_callback", "reduce_scatter_unused_params", "sharded_param",
+        "padded_sharded_param_size", "reduce_scatter_unused_params", "sharded_param",
     },
     "tests/ranks/preload.py": {"_dynamo"},
     "tests/stand_in/device.py": {"_is_in_bad_fork", "_register_device_module"},

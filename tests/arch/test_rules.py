@@ -139,7 +139,7 @@ def test_one_table_knows_the_kinds_of_devices() -> None:
 
 BENEATH_THE_SURFACE = {
     # One message for all private names of torch that are gone.
-    "flexdemo/torch_private.py": {"flexcomm.versions"},
+    "flexdemo/torch_private.py": {"flexcomm.torch_private", "flexcomm.versions"},
     # It times what a rank computes for a bucket, without a world to send it in.
     "flexdemo/predict/measure.py": {"flexcomm.codec", "flexcomm.kernels"},
     # World.agree remembers what ranks agreed on; the parameters they train are compared each time.

@@ -1,0 +1,89 @@
+"""Calls are numbered within a step, and steps end where the training loop's do, whatever autograd does in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flexcomm.backend.steps import StepCounter
+
+
+class Loop:
+    """A model of three blocks, each of whose gradients makes a call, and the numbers those calls got, by pass."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+        self.ended = 0
+        self.steps = StepCounter(self._end)
+        self.weights = [torch.ones(2, requires_grad=True) for _ in range(3)]
+        for weight in self.weights:
+            weight.register_post_accumulate_grad_hook(self._call)
+
+    def _call(self, _: Tensor) -> None:
+        self.passes[-1].append(self.steps.next_call())
+
+    def _end(self) -> None:
+        self.ended += 1
+
+    def backward(self, *, checkpointed: int = 0, fails: bool = False) -> None:
+        self.passes.append([])
+        x = torch.ones(2, requires_grad=True)
+        for number, weight in enumerate(self.weights):
+            x = checkpoint(torch.mul, x, weight, use_reentrant=True) if number < checkpointed else x * weight
+        if fails:
+            x.register_hook(lambda _: (_ for _ in ()).throw(RuntimeError("as a user's hook")))
+        x.sum().backward()
+
+
+def test_each_backward_pass_counts_anew() -> None:
+    loop = Loop()
+    for _ in range(3):
+        loop.backward()
+    assert loop.passes == [[0, 1, 2]] * 3
+    assert loop.steps.step == loop.ended == 3
+
+
+def test_checkpointed_blocks_belong_to_the_pass_around_them() -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.backward(checkpointed=2)
+    assert loop.passes == [[0, 1, 2]] * 2
+    assert loop.steps.step == 2
+
+
+def test_a_pass_of_checkpointed_blocks_alone_ends_with_the_optimizers_step() -> None:
+    loop = Loop()
+    optimizer = torch.optim.SGD(loop.weights)
+    for _ in range(2):
+        loop.backward(checkpointed=3)
+        optimizer.step()
+    assert loop.passes == [[0, 1, 2]] * 2
+    assert loop.steps.step == 2
+
+
+def test_a_pass_that_failed_is_forgotten() -> None:
+    loop = Loop()
+    loop.steps.next_call()
+    with pytest.raises(RuntimeError, match="as a user's hook"):
+        loop.backward(fails=True)
+    loop.backward()
+    assert loop.passes[-1][-1] - loop.passes[-1][0] == 2
+
+
+def test_an_optimizer_that_steps_inside_a_backward_pass_ends_nothing() -> None:
+    loop = Loop()
+    optimizer = torch.optim.SGD(loop.weights[2:])
+    loop.weights[2].register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    loop.backward()
+    assert loop.passes == [[0, 1, 2]]
+
+
+def test_calls_outside_of_backward_are_ended_by_the_optimizers_step() -> None:
+    loop = Loop()
+    optimizer = torch.optim.SGD(loop.weights)
+    assert [loop.steps.next_call() for _ in range(2)] == [0, 1]
+    optimizer.step()
+    optimizer.step()
+    assert (loop.steps.next_call(), loop.steps.step) == (0, 1)
