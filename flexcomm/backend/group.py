@@ -136,11 +136,14 @@ class CompressingProcessGroup(ProcessGroup):
         reason = self._reason_to_be_exact(xs, nbytes, op)
         call, world = 0, None
         if not reason:
-            # Ranks count alike, whether they compress yet or not.
+            # Also where it will be exact: its number is that of its residual in other steps.
             call = self._steps.next_call()
-            is_early = self._steps.step < self.settings.start_step
-            world = None if is_early else self._world
-            reason = "before start_step" if is_early else self._why_exact if world is None else ""
+            if is_exact_region():
+                reason = "exact()"
+            elif self._steps.step < self.settings.start_step:
+                reason = "before start_step"
+            elif (world := self._world) is None:
+                reason = self._why_exact
         self.counts[reason or "compressed"] += 1
         self.counts["exact bytes" if reason else "compressed bytes"] += nbytes
         if world is None:
@@ -158,8 +161,9 @@ class CompressingProcessGroup(ProcessGroup):
 
     def _start(self, world: World, xs: list[Tensor], call: int, in_background: bool) -> SyncHandle[list[Tensor]]:
         settings = self.settings
-        names = tuple([f"call {call}.{part} of {x.numel()} {x.dtype}" for part, x in enumerate(xs)])
-        key = names, tuple([x.shape for x in xs]), xs[0].device, in_background
+        shapes = ["x".join(map(str, x.shape)) for x in xs]
+        names = tuple([f"call {call}.{part}, {x.dtype} {shapes[part]}" for part, x in enumerate(xs)])
+        key = names, xs[0].device, in_background
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = plan_sync(
@@ -197,11 +201,7 @@ class CompressingProcessGroup(ProcessGroup):
             return "not dense floating tensors"
         if any(x.device != first.device or not x.is_contiguous() for x in xs):
             return "not contiguous, or on several devices"
-        if is_exact_region():
-            return "exact()"
-        if settings.compressor == dense():
-            return "dense()"
-        return ""
+        return "dense()" if settings.compressor == dense() else ""
 
     def stats(self) -> dict[str, float]:
         """Return what was done on this rank, see :func:`backend_stats`."""

@@ -203,6 +203,17 @@ def nothing_is_lost(world: World) -> None:
     torch.testing.assert_close(got + everywhere[1], everywhere[0], rtol=1e-5, atol=0)
 
 
+def an_exact_call_leaves_the_numbers_of_others_alone(world: World) -> None:
+    group = group_of(world, always(flexcomm.top_k(1 / 8, values="fp32")))
+    optimizer = SGD([torch.ones(1, requires_grad=True)])
+    for x in (torch.zeros(64), numbers(0, 64)):
+        _all_reduce(x, group)
+    optimizer.step()
+    with flexcomm.exact():
+        _all_reduce(torch.zeros(64), group)
+    assert _all_reduce(torch.zeros(64), group).any(), "what the second call kept is not in the second call"
+
+
 def what_is_not_finite_is_so_on_all_ranks(world: World) -> None:
     for policy, expected in (("nan", [True] * 64), ("zero", [False] * 64)):
         group = group_of(world, always(EVERYTHING, nonfinite=policy))
@@ -362,6 +373,7 @@ LAWS: list[Callable[[World], None]] = [
     names_and_ranks_are_torchs,
     gradients_alone_are_compressed,
     nothing_is_lost,
+    an_exact_call_leaves_the_numbers_of_others_alone,
     what_is_not_finite_is_so_on_all_ranks,
     other_options_on_one_rank_are_an_error_on_all,
     a_group_inside_one_node_is_exact_and_says_so_once,
