@@ -32,6 +32,7 @@ PRIVATE_NAMES = {
         "device", "flat_param", "force_sum_reduction_for_comms", "fsdp_params", "gradient_divide_factor", "mp_policy",
         "padded_sharded_param_size", "reduce_scatter_unused_params", "sharded_param",
     },
+    "tests/ranks/backend_laws.py": {"_functional_collectives"},
     "tests/ranks/preload.py": {"_dynamo"},
     "tests/stand_in/device.py": {"_is_in_bad_fork", "_register_device_module"},
     "tests/stand_in/laws.py": {"_set_default_backend"},

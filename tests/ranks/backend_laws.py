@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -56,6 +58,26 @@ def _all_reduce(x: Tensor, group: ProcessGroup, **options: Any) -> Tensor:  # of
     if work is not None:
         work.wait()
     return x
+
+
+def _coalesced(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    xs = [x, x * 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch has not yet what it recommends instead
+        dist.all_reduce_coalesced(xs, group=group)
+    return xs
+
+
+def _functional(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    return [functional.all_reduce(x, op, group) + 0 for op in ("sum", "avg")]
+
+
+def _compiled(x: Tensor, group: ProcessGroup) -> Tensor:
+    def doubled(x: Tensor) -> Tensor:
+        return functional.all_reduce(x * 2, "sum", group).relu()
+
+    out: Tensor = torch.compile(doubled, backend="aot_eager")(x)
+    return out
 
 
 def _gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -124,6 +146,9 @@ VERBS: dict[str, Callable[[Tensor, ProcessGroup], object]] = {
     "all_reduce of averages": lambda x, group: _all_reduce(x, group, op=dist.ReduceOp.AVG),
     "all_reduce of integers": lambda x, group: _all_reduce(x.to(torch.int64), group),
     "all_reduce, asynchronous": lambda x, group: _all_reduce(x, group, async_op=True),
+    "all_reduce of a list": _coalesced,
+    "all_reduce, functional": _functional,
+    "all_reduce, compiled": _compiled,
     "all_gather": _gathered,
     "all_gather_single": _gathered_into_one,
     "reduce_scatter_single": _scattered,

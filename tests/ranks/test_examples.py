@@ -23,6 +23,7 @@ STEPS = 6
 pytestmark = pytest.mark.timeout(2 * LIMIT_S + 10)
 NEEDS = {
     "fsdp2": (),
+    "native_hsdp": (),
     "transformers_fsdp2": ("transformers",),
     "accelerate_ddp": ("accelerate",),
     "lightning_ddp": ("lightning",),
@@ -106,6 +107,11 @@ SHARDED = [("mpich", 1), ("torchrun", 1), ("openmpi", 2), ("torchrun", 2), ("mpi
 def test_sharded_models_learn_on_two_nodes(launcher: Launcher, ranks_per_node: int) -> None:
     ranks = 2 * ranks_per_node
     require_falling(run("fsdp2", "--route=optimizer", launcher=launcher, ranks=ranks, ranks_per_node=ranks_per_node))
+
+
+@pytest.mark.parametrize("launcher", slow_but(["torchrun"], ["openmpi", "torchrun", "mpich"]))
+def test_a_native_mesh_learns_through_the_backend(launcher: Launcher) -> None:
+    require_falling(run("native_hsdp", launcher=launcher, ranks=4, ranks_per_node=2))
 
 
 @pytest.mark.slow
