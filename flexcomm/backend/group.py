@@ -1,7 +1,11 @@
 """A process group that answers all-reduces of gradients by compressed exchanges, and leaves all else to torch.
 
 The group holds backends of torch, as any other does: gloo for host tensors, NCCL or another for an accelerator's. Every
-verb but the two of all-reduce goes to them without passing through Python.
+verb but the two of all-reduce goes to them as it is.
+
+[Note: verbs passed on] Verbs that torch asks Python groups for are passed on here, to the backend itself, though torch
+would do that, too: it holds the GIL meanwhile (``WORK_OVERRIDE`` in PyProcessGroup.hpp, torch 2.13). A thread of gloo
+that frees a tensor of Python's waits for the GIL while it holds the lock of gloo's queue, for which the caller waits.
 """
 
 from __future__ import annotations
@@ -12,10 +16,9 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,16 +30,17 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch exports i
     PrefixStore,
     ProcessGroup,
     ReduceOp,
+    Store,
 )
 
 from flexcomm.backend.options import NAME, BackendSettings, is_exact_region, settings_for
-from flexcomm.backend.steps import StepCounter
-from flexcomm.backend.work import FinishedWork, PendingWork
+from flexcomm.backend.steps import Call, StepCounter
+from flexcomm.backend.work import FinishedWork, PendingWork, WorkThread
 from flexcomm.bootstrap.consistency import digest_of
 from flexcomm.compress import DTYPES, dense
 from flexcomm.device import HOST, native_backend
 from flexcomm.device import accelerator as find_accelerator
-from flexcomm.errors import InvalidArgumentError
+from flexcomm.errors import ConfigMismatchError, FlexcommError, InvalidArgumentError
 from flexcomm.sync.api import plan_sync, start_planned
 from flexcomm.sync.call import SyncHandle
 from flexcomm.sync.engine import legs_of_threads
@@ -55,6 +59,7 @@ from flexcomm.world import World, join_groups
 
 log = logging.getLogger(__name__)
 
+_MOST_PLANS = 4096
 _POLICIES: dict[str, NonFinitePolicy] = {"nan": "skip", "raise": "raise", "zero": "zero"}
 
 
@@ -75,13 +80,34 @@ class CompressingProcessGroup(ProcessGroup):
         self._timeout_s = created.timeout.total_seconds()
         self._steps = StepCounter(self._end_step)
         self._plans: dict[object, SyncPlan] = {}
+        self._pending: dict[Call, PendingWork] = {}
         self._why_exact = ""
         self._lock = threading.Lock()
         """Held while calls are started and finished, which different threads may do."""
         self._make_backends(created)
+        self._check_settings(created.store)
+
+    def _check_settings(self, store: Store) -> None:
+        """Raise on all ranks unless they have equal settings: one that passes on what others compress would wait."""
+        own = repr(self.settings)
+        store.set(f"settings of {self.rank()}", own)
+        digests = self._gather(torch.frombuffer(bytearray(digest_of(own)), dtype=torch.uint8))
+        odd = next((rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])), None)
+        if odd is not None:
+            passed = [f"rank {self._ranks[one]} has {store.get(f'settings of {one}').decode()}" for one in (0, odd)]
+            raise ConfigMismatchError(
+                f"ranks gave a group of the backend {NAME!r} different options: {', but '.join(passed)}. Pass equal "
+                f"ones on every rank, or set FLEXCOMM_COMPRESSOR alike on all nodes."
+            )
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        rows = [torch.empty_like(x) for _ in range(self.size())]
+        backend_of(self, x.device).allgather([rows], [x]).wait()
+        return rows
 
     def _make_backends(self, created: Any) -> None:
         kinds, rank, size = ProcessGroup.BackendType, created.group_rank, created.group_size
+        self._own_device = torch.device(HOST.name)
         store = PrefixStore("cpu/", created.store)
         add_backend(self, HOST.name, kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout=created.timeout))
         set_default_backend(self, kinds.GLOO)
@@ -98,6 +124,7 @@ class CompressingProcessGroup(ProcessGroup):
             kind = kinds.CUSTOM
         add_backend(self, accelerator.name, kind, backend)
         set_default_backend(self, kind)
+        self._own_device = torch.device(accelerator.name)
 
     # --- torch's verbs -----------------------------------------------------------------------------------------------
 
@@ -127,6 +154,34 @@ class CompressingProcessGroup(ProcessGroup):
         work = self._reduce(xs, opts)
         return backend_of(self, xs[0].device).allreduce_coalesced(xs, opts) if work is None else work
 
+    # See [Note: verbs passed on]. Any: torch's overloads, and C++ calls by position.
+    def allgather(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:  # type: ignore[override]
+        first = inputs if isinstance(inputs, Tensor) else inputs[0]
+        return backend_of(self, first.device).allgather(outputs, inputs, *rest, **options)
+
+    def broadcast(self, tensors: Any, *rest: Any, **options: Any) -> Any:  # type: ignore[override]
+        first = tensors if isinstance(tensors, Tensor) else tensors[0]
+        return backend_of(self, first.device).broadcast(tensors, *rest, **options)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:  # type: ignore[override]
+        first = outputs if isinstance(outputs, Tensor) else outputs[0]
+        return backend_of(self, first.device).reduce_scatter(outputs, inputs, *rest, **options)
+
+    def alltoall_base(self, output: Any, *rest: Any, **options: Any) -> Any:  # type: ignore[override]
+        return backend_of(self, output.device).alltoall_base(output, *rest, **options)
+
+    def all_to_all_single(self, output: Any, *rest: Any, **options: Any) -> Any:  # type: ignore[override]
+        return self.alltoall_base(output, *rest, **options)
+
+    def send(self, tensors: Any, *rest: Any, **options: Any) -> Any:
+        return backend_of(self, tensors[0].device).send(tensors, *rest, **options)
+
+    def recv(self, tensors: Any, *rest: Any, **options: Any) -> Any:
+        return backend_of(self, tensors[0].device).recv(tensors, *rest, **options)
+
+    def barrier(self, *rest: Any, **options: Any) -> Any:
+        return backend_of(self, self._own_device).barrier(*rest, **options)
+
     # --- compression -------------------------------------------------------------------------------------------------
 
     # Any: torch's stubs take its operations for numbers that cannot be compared.
@@ -134,7 +189,7 @@ class CompressingProcessGroup(ProcessGroup):
         """Start a compressed all-reduce; return None where it must be exact."""
         nbytes, op = sum(x.nbytes for x in xs), opts.reduceOp
         reason = self._reason_to_be_exact(xs, nbytes, op)
-        call, world = 0, None
+        call, world = Call("outside", 0), None
         if not reason:
             # Also where it will be exact: its number is that of its residual in other steps.
             call = self._steps.next_call()
@@ -149,23 +204,31 @@ class CompressingProcessGroup(ProcessGroup):
         if world is None:
             return None
         scale = None if op == ReduceOp.AVG else float(self.size())
-        in_background = opts.asyncOp and self._can_have_threads(world, xs[0].device)
-        work = PendingWork(xs, self._finisher.submit) if in_background else FinishedWork(xs)
+        in_background = opts.asyncOp and self._can_have_threads(world, xs)
+        if (before := self._pending.pop(call, None)) is not None:
+            # Of a step that nobody waited for. It has the residual, on some ranks perhaps no longer.
+            with suppress(FlexcommError):
+                before.wait()
         with self._lock:
             handle = self._start(world, xs, call, in_background)
-        if isinstance(work, PendingWork):
-            work.start(lambda: self._finish(handle, xs, scale))
-        else:
-            self._finish(handle, xs, scale)
+        finish = partial(self._finish, handle, xs, scale)
+        if not in_background:
+            finish()
+            return FinishedWork(xs)
+        work = self._pending[call] = PendingWork(xs)
+        self._finishing.submit(partial(work.finish, finish, self._completing))
         return work
 
-    def _start(self, world: World, xs: list[Tensor], call: int, in_background: bool) -> SyncHandle[list[Tensor]]:
+    def _start(self, world: World, xs: list[Tensor], call: Call, in_background: bool) -> SyncHandle[list[Tensor]]:
         settings = self.settings
         shapes = ["x".join(map(str, x.shape)) for x in xs]
-        names = tuple([f"call {call}.{part}, {x.dtype} {shapes[part]}" for part, x in enumerate(xs)])
+        place = f"{call.made} {call.number}"
+        names = tuple([f"{place}.{part}, {x.dtype} {shapes[part]}" for part, x in enumerate(xs)])
         key = names, xs[0].device, in_background
         plan = self._plans.get(key)
         if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
             plan = self._plans[key] = plan_sync(
                 xs,
                 settings.compressor,
@@ -232,23 +295,25 @@ class CompressingProcessGroup(ProcessGroup):
         topology = Topology(self.rank(), members, "group")
         accelerator = find_accelerator()
         device_type = HOST.name if accelerator is None else accelerator.name
-        world = join_groups(topology, self._ranks, device_type, self._timeout_s)
-        world.agree({f"option {name}": value for name, value in asdict(self.settings).items()})
-        return world
+        return join_groups(topology, self._ranks, device_type, self._timeout_s)
 
     def _find_members(self) -> Members:
         host = int.from_bytes(digest_of(socket.gethostname())[:7], "little")
         own = torch.tensor([*place_of(self._ranks[self.rank()], os.environ), host])
-        rows = [torch.empty_like(own) for _ in range(self.size())]
-        backend_of(self, own.device).allgather([rows], [own]).wait()
-        return group_by_node([tuple(row.tolist()) for row in rows])
+        return group_by_node([tuple(row.tolist()) for row in self._gather(own)])
 
-    def _can_have_threads(self, world: World, device: torch.device) -> bool:
-        return device.type == HOST.name and legs_of_threads(world, device) != ()
+    def _can_have_threads(self, world: World, xs: list[Tensor]) -> bool:
+        # Other threads may not write inference tensors.
+        is_writable = xs[0].device.type == HOST.name and not any(x.is_inference() for x in xs)
+        return is_writable and legs_of_threads(world, xs[0].device) != ()
 
     @cached_property
-    def _finisher(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "flexcomm-finish")
+    def _finishing(self) -> WorkThread:
+        return WorkThread("finish")
+
+    @cached_property
+    def _completing(self) -> WorkThread:
+        return WorkThread("complete")
 
     def _end_step(self) -> None:
         """Say once what was compressed."""

@@ -1,19 +1,28 @@
 """Which all-reduce of a step is which: torch gives them no names, but calls them in one order, step by step.
 
-[Note: steps] A call is known by its number within a step. A step ends with the backward pass in which it made calls, or
-with an optimizer's step. Not with the pass of a checkpointed block, which runs backward inside of backward: such calls
-belong to the pass around them. Nor with an optimizer that steps inside a backward pass.
+[Note: steps] A call is known by its number: within the backward pass that makes it, or, made outside of any, since the
+last step of an optimizer. A pass of a checkpointed block, which runs backward inside of backward, belongs to the pass
+around it; an optimizer that steps inside a pass ends nothing.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from weakref import WeakMethod
+from functools import cache
+from typing import Literal, NamedTuple
+from weakref import WeakSet
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from flexcomm.torch_private import NO_PASS, backward_pass, code_of_backward, queue_callback
+
+
+class Call(NamedTuple):
+    """A call's place in its step."""
+
+    made: Literal["in backward", "outside"]
+    number: int
 
 
 class StepCounter:
@@ -21,39 +30,59 @@ class StepCounter:
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.step = 0
-        self._calls, self._pass, self._on_end = 0, NO_PASS, on_end
-        end = WeakMethod(self._end_outside)
+        self._on_end = on_end
+        self._pass, self._in_backward, self._outside = NO_PASS, 0, 0
+        self._has_passed = False  # a backward pass ended since the last step of an optimizer
+        _counters.add(self)
+        _hook_optimizers()
 
-        def ended(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            del optimizer, args, kwargs
-            if (method := end()) is None:
-                hook.remove()
-            else:
-                method()
-
-        hook = register_optimizer_step_post_hook(ended)
-
-    def next_call(self) -> int:
-        """Return the number of the next call in its step."""
+    def next_call(self) -> Call:
+        """Return the place of the next call."""
         running = backward_pass()
-        if running not in (NO_PASS, self._pass) and not _is_nested():
+        if running == NO_PASS:
+            self._outside += 1
+            return Call("outside", self._outside - 1)
+        if running != self._pass and not _is_nested():
             if self._pass != NO_PASS:
-                self._calls = 0  # That pass failed, and torch dropped its callbacks.
+                self._in_backward = 0  # That pass failed, and torch dropped its callbacks.
             self._pass = running
-            queue_callback(self._end)
-        self._calls += 1
-        return self._calls - 1
+            queue_callback(self._end_pass)
+        self._in_backward += 1
+        return Call("in backward", self._in_backward - 1)
 
-    def _end_outside(self) -> None:
+    def optimizer_stepped(self) -> None:
+        """End what a step made outside of backward passes, or in passes of checkpointed blocks alone."""
+        if self._in_backward:
+            self._end_pass()
+        if self._outside:
+            self._outside = 0
+            if not self._has_passed:
+                self._end_step()
+        self._has_passed = False
+
+    def _end_pass(self) -> None:
+        self._pass, self._in_backward, self._has_passed = NO_PASS, 0, True
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self.step += 1
+        self._on_end()
+
+
+_counters: WeakSet[StepCounter] = WeakSet()
+
+
+@cache
+def _hook_optimizers() -> None:
+    """Hear of the steps of all optimizers; for good: a hook cannot be removed while optimizers go through them."""
+
+    def stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        del optimizer, args, kwargs
         if backward_pass() == NO_PASS:
-            self._end()
+            for counter in list(_counters):
+                counter.optimizer_stepped()
 
-    def _end(self) -> None:
-        self._pass = NO_PASS
-        if self._calls:
-            self._calls = 0
-            self.step += 1
-            self._on_end()
+    register_optimizer_step_post_hook(stepped)
 
 
 def _is_nested() -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future as ThreadFuture
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -44,24 +48,26 @@ class FinishedWork(BaseWork):
 
 
 class PendingWork(FinishedWork):
-    """An all-reduce of host tensors that a thread finishes."""
+    """An all-reduce of host tensors that a thread finishes.
 
-    def __init__(self, tensors: list[Tensor], submit: Callable[[Callable[[], None]], ThreadFuture[None]]) -> None:
+    Another thread completes the future: what is called then may wait for all-reduces that were started later.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__(tensors)
         self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._submit, self._done = submit, ThreadFuture[None]()
+        self._done = ThreadFuture[None]()
 
-    def start(self, finish: Callable[[], None]) -> None:
-        """Have a thread finish it, after those started before."""
-        self._done = self._submit(lambda: self._finish(finish))
-
-    def _finish(self, finish: Callable[[], None]) -> None:
+    def finish(self, finish: Callable[[], None], completing: WorkThread) -> None:
+        """Finish it, in this thread, and have its future completed."""
         try:
             finish()
         except BaseException as error:
-            self._future.set_exception(error)
-            raise
-        self._future.set_result(self._tensors)
+            self._done.set_exception(error)
+            completing.submit(partial(self._future.set_exception, error))
+        else:
+            self._done.set_result(None)
+            completing.submit(partial(self._future.set_result, self._tensors))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         # A timeout of 0 is torch's word for the group's own.
@@ -85,3 +91,21 @@ class PendingWork(FinishedWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future
+
+
+class WorkThread:
+    """A thread that does what it is given, in order. It ends with whoever has it, and keeps no process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        threading.Thread(target=self._run, args=(self._queue,), name=f"flexcomm-{name}", daemon=True).start()
+        finalize(self, self._queue.put, None)
+
+    def submit(self, work: Callable[[], object]) -> None:
+        self._queue.put(work)
+
+    @staticmethod
+    def _run(queue: SimpleQueue[Callable[[], object] | None]) -> None:
+        while (work := queue.get()) is not None:
+            work()
+            del work  # Else what it holds would live until the next comes.

@@ -254,9 +254,9 @@ def what_is_not_finite_is_so_on_all_ranks(world: World) -> None:
 
 
 def other_options_on_one_rank_are_an_error_on_all(world: World) -> None:
-    group = group_of(world, always(FEW if dist.get_rank() else EVERYTHING))
-    with pytest.raises(ConfigMismatchError, match="compressor"):
-        _all_reduce(numbers(0, 64), group)
+    for mine, others in ((always(FEW), always(EVERYTHING)), (always(EXACT), BackendOptions(min_bytes=1))):
+        with pytest.raises(ConfigMismatchError, match=r"rank 0 has .* but rank 1 has"):
+            group_of(world, others if dist.get_rank() else mine)
 
 
 def a_group_inside_one_node_is_exact_and_says_so_once(world: World) -> None:
