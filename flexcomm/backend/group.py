@@ -20,6 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,7 @@ class CompressingProcessGroup(ProcessGroup):
         self._timeout_s = created.timeout.total_seconds()
         self._steps = StepCounter(self._end_step)
         self._plans: dict[object, SyncPlan] = {}
-        self._pending: dict[Call, PendingWork] = {}
+        self._pending: WeakValueDictionary[Call, PendingWork] = WeakValueDictionary()  # done ones may be forgotten
         self._why_exact = ""
         self._lock = threading.Lock()
         """Held while calls are started and finished, which different threads may do."""

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcomm.errors import TopologyError
-from flexcomm.topology import RankInfo, Topology, arrange, blocks, expand_tasks_per_node, read_launcher
+from flexcomm.topology import (
+    Members,
+    RankInfo,
+    Topology,
+    arrange,
+    blocks,
+    expand_tasks_per_node,
+    group_by_node,
+    place_of,
+    read_launcher,
+)
 
 if TYPE_CHECKING:
     from random import Random
@@ -212,3 +222,33 @@ def test_a_topology_pairs_equal_local_ranks_between_nodes() -> None:
 def test_an_impossible_topology_cannot_be_made(rank: int, members: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(TopologyError):
         Topology(rank, members, "none")
+
+
+HERE, THERE = 7, 8  # hosts
+
+
+@pytest.mark.parametrize(
+    ("places", "members"),
+    [
+        # Numbered nodes, whatever the hosts.
+        ([(0, 0, HERE), (1, 0, HERE), (0, 1, HERE), (1, 1, HERE)], ((0, 2), (1, 3))),
+        # Every mpirun: hosts tell nodes apart, and local ranks do where several nodes share a name.
+        ([(-1, 0, HERE), (-1, 1, HERE), (-1, 0, THERE), (-1, 1, THERE)], ((0, 1), (2, 3))),
+        ([(-1, 0, HERE), (-1, 1, HERE), (-1, 0, HERE), (-1, 1, HERE)], ((0, 1), (2, 3))),
+        # Replicas of one shard, and the ranks of one node.
+        ([(-1, 1, HERE), (-1, 1, HERE)], ((0,), (1,))),
+        ([(-1, 0, HERE), (-1, 1, HERE)], ((0, 1),)),
+        # No launcher: one host is one node.
+        ([(-1, -1, HERE), (-1, -1, HERE), (-1, -1, THERE)], ((0, 1), (2,))),
+    ],
+)
+def test_ranks_of_a_group_are_found_on_their_nodes(places: list[tuple[int, int, int]], members: Members) -> None:
+    assert group_by_node(places) == members
+
+
+def test_a_place_is_what_was_set_before_what_the_launcher_says() -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": "0"}
+    local = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    assert place_of(3, torchrun | local) == (0, 3)
+    assert place_of(3, torchrun | local | {"FLEXCOMM_RANKS_PER_NODE": "2"}) == (1, 1)
+    assert place_of(0, {}) == (-1, -1)
