@@ -228,6 +228,16 @@ def nothing_is_lost(world: World) -> None:
     torch.testing.assert_close(got + everywhere[1], everywhere[0], rtol=1e-5, atol=0)
 
 
+def calls_of_one_shape_have_residuals_of_their_own(world: World) -> None:
+    group = group_of(world, always(flexcomm.top_k(1 / 8, values="fp32")))
+    optimizer = SGD([torch.ones(1, requires_grad=True)])
+    for x in (torch.zeros(64), numbers(0, 64)):
+        _all_reduce(x, group)
+    optimizer.step()
+    assert not _all_reduce(torch.zeros(64), group).any(), "the first call got what the second one kept"
+    assert _all_reduce(torch.zeros(64), group).any()
+
+
 def an_exact_call_leaves_the_numbers_of_others_alone(world: World) -> None:
     group = group_of(world, always(flexcomm.top_k(1 / 8, values="fp32")))
     optimizer = SGD([torch.ones(1, requires_grad=True)])
@@ -398,6 +408,7 @@ LAWS: list[Callable[[World], None]] = [
     names_and_ranks_are_torchs,
     gradients_alone_are_compressed,
     nothing_is_lost,
+    calls_of_one_shape_have_residuals_of_their_own,
     an_exact_call_leaves_the_numbers_of_others_alone,
     what_is_not_finite_is_so_on_all_ranks,
     other_options_on_one_rank_are_an_error_on_all,
